@@ -1,0 +1,255 @@
+// The host side of the forward: picks the instance, describes the tensors, lays out the workspace, launches.
+#include <cudaTypedefs.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "prepare.h"
+
+namespace detattn {
+namespace {
+
+constexpr int kDriverErrors = 10000;  // + CUresult
+enum Error : int { kDtype = 20001, kHeadDim, kScale, kGroup, kNoDriverEntry };
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+const Instance& instance_of(int head_dim) {
+  switch (instance_dim(head_dim)) {
+    case 64:
+      return instance_d64();
+    case 96:
+      return instance_d96();
+    case 128:
+      return instance_d128();
+    case 192:
+      return instance_d192();
+    default:
+      return instance_d256();
+  }
+}
+
+// Extents of q, out and of k, v in the order (batch or page, head, row).
+struct Extents {
+  int64_t batch, heads, rows;
+  int64_t elements(int64_t columns) const { return batch * heads * rows * columns; }
+};
+Extents query_extents(const FwdParams& p) { return {p.cu_seqlens_q ? 1 : p.batch, p.heads_q, p.seqlen_q}; }
+Extents key_extents(const FwdParams& p) {
+  if (p.block_table) return {p.num_pages, p.heads_kv, p.page_size};
+  return {p.cu_seqlens_k ? 1 : p.batch, p.heads_kv, p.seqlen_k};
+}
+
+// Can the copy engine address these rows? Addresses and strides are multiples of 16 bytes, strides below 2^40. Heads and
+// batches may be expanded (stride 0), rows may not.
+bool addressable(const Rows& r, const Extents& n) {
+  const auto stride_ok = [](int64_t stride, int64_t extent, bool expanded_ok) {
+    if (extent <= 1 || (expanded_ok && stride == 0)) return true;
+    return stride > 0 && stride % 8 == 0 && stride < (int64_t{1} << 39);
+  };
+  return reinterpret_cast<uintptr_t>(r.data) % 16 == 0 && stride_ok(r.row, n.rows, false) &&
+         stride_ok(r.head, n.heads, true) && stride_ok(r.batch, n.batch, true);
+}
+
+// Byte offsets of the parts of the workspace.
+struct Workspace {
+  size_t ticket, spans, key_bits, totals, order, tile_begin, q, k, v, bytes;
+  int64_t key_words;
+};
+Workspace lay_out(const FwdParams& p, int sms) {
+  Workspace w = {};
+  const auto take = [&w](size_t bytes) {
+    const size_t at = w.bytes;
+    w.bytes += (bytes + 255) / 256 * 256;
+    return at;
+  };
+  w.ticket = take(sizeof(uint32_t));
+  if (p.key_padding_mask) {
+    w.key_words = round_up(ceil_div(p.seqlen_k, 32), 4);
+    w.spans = take(p.batch * sizeof(KeySpan));
+    w.key_bits = take(p.batch * w.key_words * sizeof(uint32_t));
+  }
+  const int dim = instance_dim(p.head_dim);
+  const size_t rest = dim / 8 - fwd_tile(dim, p.softcap > 0).shared_total;
+  if (rest > 0) w.totals = take(sms * rest * 128 * kConsumerGroups * sizeof(float4));
+  if (p.cu_seqlens_q) {
+    const size_t sequences = static_cast<size_t>(p.batch) + 1;
+    w.order = take(sequences * sizeof(int32_t));
+    w.tile_begin = take((sequences + 1) * sizeof(int64_t));
+  }
+  if (!addressable(p.q, query_extents(p))) w.q = take(query_extents(p).elements(p.head_dim) * 2);
+  if (!addressable(p.k, key_extents(p))) w.k = take(key_extents(p).elements(p.head_dim) * 2);
+  if (!addressable(p.v, key_extents(p))) w.v = take(key_extents(p).elements(p.head_dim) * 2);
+  return w;
+}
+
+PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
+  static const auto function = [] {
+    cudaDriverEntryPointQueryResult found;
+    void* f = nullptr;
+    const cudaError_t e =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found);
+    return e == cudaSuccess ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(f) : nullptr;
+  }();
+  return function;
+}
+
+// Panels of 64 columns and box_rows rows, 128-byte swizzle; columns past the head dim and rows past the end read as 0.
+int describe(TensorView& view, const Rows& r, const Extents& n, const FwdParams& p, int box_rows) {
+  const auto encode = encode_function();
+  if (!encode) return kNoDriverEntry;
+  view.head_step = n.heads > 1 && r.head == 0 ? 0 : 1;
+  view.batch_step = n.batch > 1 && r.batch == 0 ? 0 : 1;
+  const auto extent = [](int64_t count, int step) { return static_cast<cuuint64_t>(step && count > 1 ? count : 1); };
+  const auto bytes = [](int64_t stride, cuuint64_t count) {
+    return static_cast<cuuint64_t>(count > 1 ? 2 * stride : 16);
+  };
+  const cuuint64_t extents[4] = {static_cast<cuuint64_t>(p.head_dim), extent(n.rows, 1), extent(n.heads, view.head_step),
+                                 extent(n.batch, view.batch_step)};
+  const cuuint64_t strides[3] = {bytes(r.row, extents[1]), bytes(r.head, extents[2]), bytes(r.batch, extents[3])};
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1}, steps[4] = {1, 1, 1, 1};
+  const auto type =
+      p.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  // Promotion to 128 bytes, a row of the box: 256 cost 6 % of the memory bandwidth.
+  const CUresult e = encode(&view.map, type, 4, const_cast<void*>(r.data), extents, strides, box, steps,
+                            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                            CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return e == CUDA_SUCCESS ? 0 : kDriverErrors + static_cast<int>(e);
+}
+
+int check(const FwdParams& p) {
+  if (p.dtype != DType::kHalf && p.dtype != DType::kBFloat16) return kDtype;
+  if (p.head_dim <= 0 || p.head_dim % 8 != 0 || p.head_dim > kMaxHeadDim) return kHeadDim;
+  if (!(p.scale > 0) || !std::isfinite(p.scale)) return kScale;
+  if (p.heads_kv <= 0 || p.heads_q % p.heads_kv != 0) return kGroup;
+  return 0;
+}
+
+void set_scaling(FwdArgs& args, const FwdParams& p) {
+  constexpr double kLog2E = 1.4426950408889634;
+  const bool capped = p.softcap > 0;
+  args.scale = static_cast<float>(capped ? p.softcap : p.scale);
+  args.kappa = static_cast<float>((capped ? p.softcap : p.scale) * kLog2E);
+  args.cap = capped ? static_cast<float>(2 * kLog2E * p.scale / p.softcap) : 0.f;
+}
+
+}  // namespace
+
+size_t cuda_forward_workspace(const FwdParams& p, int sms) { return check(p) ? 0 : lay_out(p, sms).bytes; }
+
+int cuda_forward(const FwdParams& p, void* workspace, void* stream_handle, int, int sms) {
+  if (const int e = check(p)) return e;
+  const Extents nq = query_extents(p), nk = key_extents(p);
+  if (nq.elements(1) == 0) return 0;
+  const auto stream = static_cast<cudaStream_t>(stream_handle);
+  const Workspace w = lay_out(p, sms);
+  char* const scratch = static_cast<char*>(workspace);
+  const int dim = instance_dim(p.head_dim);
+
+  FwdArgs args = {};
+  args.batch = p.batch;
+  args.heads_q = p.heads_q;
+  args.heads_kv = p.heads_kv;
+  args.group = p.heads_q / p.heads_kv;
+  args.head_dim = p.head_dim;
+  args.seqlen_q = p.seqlen_q;
+  args.seqlen_k = p.seqlen_k;
+  args.mask = {std::min(p.mask.left, int64_t{1} << 40), std::min(p.mask.right, int64_t{1} << 40)};
+  args.cu_seqlens_q = p.cu_seqlens_q;
+  args.cu_seqlens_k = p.cu_seqlens_k;
+  args.seqused_k = p.seqused_k;
+  args.block_table = p.block_table;
+  args.table_batch = p.table_batch;
+  args.page_size = p.page_size;
+  args.sinks = static_cast<const float*>(p.sinks);
+  args.out_rows = p.out;
+  args.lse = p.lse;
+  set_scaling(args, p);
+
+  // Tensors that the copy engine cannot address are copied to the workspace first.
+  Rows q = p.q, k = p.k, v = p.v;
+  const auto to_scratch = [&](Rows& r, const Extents& n, size_t at) -> cudaError_t {
+    if (addressable(r, n)) return cudaSuccess;
+    const cudaError_t e = launch_copy_rows(r, n.batch, n.heads, n.rows, p.head_dim, scratch + at, sms, stream);
+    r = {scratch + at, n.heads * n.rows * p.head_dim, n.rows * p.head_dim, p.head_dim};
+    return e;
+  };
+  const bool keys = nk.elements(1) > 0;
+  if (const cudaError_t e = to_scratch(q, nq, w.q)) return e;
+  if (keys) {
+    if (const cudaError_t e = to_scratch(k, nk, w.k)) return e;
+    if (const cudaError_t e = to_scratch(v, nk, w.v)) return e;
+  }
+  args.q_rows = q;
+  const Rows out = {p.out.data, p.out.batch, p.out.head, p.out.row};
+  args.out_map_ok = addressable(out, nq);
+  args.box_keys = block_keys(dim);
+  if (p.block_table) {
+    while (p.page_size % args.box_keys != 0) args.box_keys /= 2;
+  }
+  if (const int e = describe(args.q, q, nq, p, kRowsPerGroup)) return e;
+  if (args.out_map_ok) {
+    if (const int e = describe(args.out, out, nq, p, kRowsPerGroup)) return e;
+  }
+  // Without keys nothing is loaded, but a map needs memory to describe.
+  if (const int e = describe(args.k, keys ? k : q, keys ? nk : nq, p, args.box_keys)) return e;
+  if (const int e = describe(args.v, keys ? v : q, keys ? nk : nq, p, args.box_keys)) return e;
+
+  auto* const ticket = reinterpret_cast<uint32_t*>(scratch + w.ticket);
+  args.totals = reinterpret_cast<float4*>(scratch + w.totals);
+  if (p.key_padding_mask) {
+    auto* const spans = reinterpret_cast<KeySpan*>(scratch + w.spans);
+    auto* const bits = reinterpret_cast<uint32_t*>(scratch + w.key_bits);
+    args.spans = spans;
+    args.key_bits = bits;
+    args.key_words = w.key_words;
+    if (const cudaError_t e = launch_scan_mask(p, spans, bits, w.key_words, stream)) return e;
+  }
+  int64_t ctas;
+  if (p.cu_seqlens_q) {
+    auto* const order = reinterpret_cast<int32_t*>(scratch + w.order);
+    auto* const tile_begin = reinterpret_cast<int64_t*>(scratch + w.tile_begin);
+    args.sequences = p.batch + 1;
+    args.order = order;
+    args.tile_begin = tile_begin;
+    args.ticket = ticket;
+    if (const cudaError_t e = launch_plan(args, order, tile_begin, ticket, stream)) return e;
+    ctas = std::min<int64_t>(sms, (p.seqlen_q / kTileRows + args.sequences) * p.heads_q);
+  } else {
+    args.tiles_per_head = static_cast<int32_t>(ceil_div(p.seqlen_q, kTileRows));
+    args.tiles = int64_t{args.tiles_per_head} * p.batch * p.heads_q;
+    const int64_t fit = kSectionBytes / ((p.seqlen_k + 1) * dim * 4);
+    const int64_t heads = int64_t{p.batch} * p.heads_kv;
+    args.heads_per_section = static_cast<int32_t>(std::clamp<int64_t>(fit, 1, heads) * args.group);
+    ctas = std::min<int64_t>(sms, args.tiles);
+    if (args.tiles > ctas) {
+      args.ticket = ticket;
+      if (const cudaError_t e = cudaMemsetAsync(ticket, 0, sizeof(uint32_t), stream)) return e;
+    }
+  }
+  return instance_of(p.head_dim).forward[p.dtype == DType::kBFloat16][p.softcap > 0](args, static_cast<int>(ctas), stream);
+}
+
+const char* cuda_error_text(int code) {
+  switch (code) {
+    case 0:
+      return "no error";
+    case kDtype:
+      return "the CUDA kernels take float16 and bfloat16";
+    case kHeadDim:
+      return "the head dim must be a multiple of 8 up to 256";
+    case kScale:
+      return "the scale must be positive and finite";
+    case kGroup:
+      return "the query heads must be a multiple of the key heads";
+    case kNoDriverEntry:
+      return "the driver has no cuTensorMapEncodeTiled (CUDA 12 or later is needed)";
+    default:
+      if (code >= kDriverErrors) return "cuTensorMapEncodeTiled refused a tensor";
+      return cudaGetErrorString(static_cast<cudaError_t>(code));
+  }
+}
+
+}  // namespace detattn

@@ -1,0 +1,73 @@
+// What the host launcher hands to the kernels.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include "../params.h"
+#include "tiles.h"
+
+namespace detattn {
+
+// Valid keys of one dense sequence, from its padding mask.
+struct KeySpan {
+  int32_t begin, end;
+  int32_t holes;  // 1: some key inside is masked, read key_bits
+};
+
+// A tensor map covers (d, row, head, batch). A dimension whose stride is 0 has extent 1 in the map; its coordinate is
+// then multiplied by 0.
+struct TensorView {
+  CUtensorMap map;
+  int32_t head_step, batch_step;
+};
+
+struct FwdArgs {
+  TensorView q, k, v, out;
+
+  int32_t batch, heads_q, heads_kv, group, head_dim;
+  int64_t seqlen_q, seqlen_k;
+  Mask mask;
+  const int32_t *cu_seqlens_q, *cu_seqlens_k, *seqused_k, *block_table;
+  int64_t table_batch;
+  int32_t page_size, box_keys;  // box_keys: keys of one copy, a power of two that divides the page size
+  const float* sinks;
+
+  float kappa, scale, cap;  // num::Scaling
+
+  MutableRows out_rows, lse;
+  Rows q_rows;
+  int32_t out_map_ok;  // 0: `out` cannot be described by a tensor map
+
+  // Workspace.
+  const KeySpan* spans;      // [batch]; null: every key is valid
+  const uint32_t* key_bits;  // [batch, key_words], bit k of word w: relative key 32w + k is valid
+  int64_t key_words;
+  uint32_t* ticket;  // next tile of the prefill; null: there are no more tiles than CTAs
+  float4* totals;    // [CTA, total float4 of a thread that are not in shared memory, 256]
+
+  // Dense: `tiles` tiles. Varlen: the plan below, `tiles` is unused.
+  int64_t tiles;
+  int32_t tiles_per_head, heads_per_section;
+  int32_t sequences;               // varlen: batch + 1; the last one owns the rows past cu_seqlens_q[batch]
+  const int32_t* order;            // [sequences], longest first
+  const int64_t* tile_begin;       // [sequences + 1], in that order
+  const int64_t* decode_begin;     // [sequences + 1], in that order: decode work items
+  const int64_t* slot_begin;       // [sequences + 1]: partial results
+
+  float *partial_out, *partial_ml;
+};
+
+using FwdLauncher = cudaError_t (*)(const FwdArgs& args, int ctas, cudaStream_t stream);
+
+// One entry a head dim; the instance files define them.
+struct Instance {
+  FwdLauncher forward[2][2];  // [bf16][softcap]
+};
+const Instance& instance_d64();
+const Instance& instance_d96();
+const Instance& instance_d128();
+const Instance& instance_d192();
+const Instance& instance_d256();
+
+}  // namespace detattn
