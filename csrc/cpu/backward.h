@@ -16,7 +16,7 @@ struct BackwardScratch {
   using T = Compute<E>;
   int64_t stride, score_stride;
   T *q, *dout, *p, *ds, *k_columns, *v_columns, *k, *dk, *dv, *dq;
-  Span *query_span, *key_span;
+  TileSpans query_spans, key_spans;
   const E** rows;
   Int<T>* keep;
   size_t bytes;
@@ -36,8 +36,8 @@ struct BackwardScratch {
     k = arena.take<T>(kGradKeys * stride);
     dk = arena.take<T>(kGradKeys * stride);
     dv = arena.take<T>(kGradKeys * stride);
-    query_span = arena.take<Span>(kGradQueries);
-    key_span = arena.take<Span>(kGradKeys);
+    query_spans = {arena.take<Span>(kGradQueries), arena.take<GroupSpan>(row_groups(kGradQueries))};
+    key_spans = {arena.take<Span>(kGradKeys), arena.take<GroupSpan>(row_groups(kGradKeys))};
     rows = arena.take<const E*>(columns);
     keep = arena.take<Int<T>>(columns);
     dq = arena.take<T>(dq_rows * stride);
@@ -52,8 +52,12 @@ size_t backward_scratch(const BwdParams& p, int64_t dq_rows) {
 
 DETATTN_INLINE Span clip(KeyRange range, int64_t first, int64_t count) {
   const int64_t begin = range.begin - first, end = range.end - first;
-  return {static_cast<int32_t>(begin < 0 ? 0 : begin < count ? begin : count),
-          static_cast<int32_t>(end < 0 ? 0 : end < count ? end : count)};
+  return {static_cast<int32_t>(begin < 0       ? 0
+                               : begin < count ? begin
+                                               : count),
+          static_cast<int32_t>(end < 0       ? 0
+                               : end < count ? end
+                                             : count)};
 }
 
 // Sum of a[d] * b[d]: kTreeLanes chains, folded in halves.
@@ -142,7 +146,8 @@ class Backward {
     for (int64_t key = 0; key < s_.shape.keys; key += kGradKeys) {
       keys(key, [&](int64_t head, int64_t query) { return w_.dq + (head * queries + query) * w_.stride; });
     }
-    for (int64_t h = 0; h < group_; ++h) store_queries(head_kv_ * group_ + h, 0, queries, w_.dq + h * queries * w_.stride);
+    for (int64_t h = 0; h < group_; ++h)
+      store_queries(head_kv_ * group_ + h, 0, queries, w_.dq + h * queries * w_.stride);
   }
 
   // dk and dv of one block; `dq_tile` names where the dq of a tile is kept, or null where nobody wants it.
@@ -165,7 +170,7 @@ class Backward {
     for (int64_t j = 0; j < count; ++j) {
       const bool kept = j >= valid.begin && j < valid.end && (!s_.holes || w_.keep[j]);
       store_row<E>(kept ? w_.dk + j * w_.stride : nullptr, T(p_.scale), dim_,
-                key_row<E>(s_, p_.dk, head_kv_, first + j));
+                   key_row<E>(s_, p_.dk, head_kv_, first + j));
       store_row<E>(kept ? w_.dv + j * w_.stride : nullptr, T(1), dim_, key_row<E>(s_, p_.dv, head_kv_, first + j));
     }
   }
@@ -212,29 +217,31 @@ class Backward {
   void gradient_tile(int64_t head, int64_t first, int64_t count, int64_t key, Span valid, bool key_side, T* dq) {
     const int rows = static_cast<int>(count), columns = round_up_panel<T>(valid.end);
     for (int i = 0; i < rows; ++i) {
-      w_.query_span[i] = clip(visible_keys(p_.mask, s_.shape, first + i), key, valid.end);
+      w_.query_spans.row[i] = clip(visible_keys(p_.mask, s_.shape, first + i), key, valid.end);
     }
-    products(w_.q, w_.stride, rows, dim_, w_.k_columns, w_.query_span, columns, w_.p, w_.score_stride);
-    products(w_.dout, w_.stride, rows, dim_, w_.v_columns, w_.query_span, columns, w_.ds, w_.score_stride);
+    fold_groups(w_.query_spans, rows);
+    products(w_.q, w_.stride, rows, dim_, w_.k_columns, w_.query_spans, columns, w_.p, w_.score_stride);
+    products(w_.dout, w_.stride, rows, dim_, w_.v_columns, w_.query_spans, columns, w_.ds, w_.score_stride);
 
     const int64_t row = head * stats_.rows + s_.query_batch * p_.seqlen_q + s_.query_row + first;
     const T* lse2 = static_cast<const T*>(stats_.lse2) + row;
     const T* shift = static_cast<const T*>(stats_.shift) + row;
     for (int i = 0; i < rows; ++i) {
-      if (w_.query_span[i].begin >= w_.query_span[i].end) continue;
-      gradient_row<E>(scores_, w_.query_span[i], s_.holes ? w_.keep : nullptr, lse2[i], shift[i],
+      if (w_.query_spans.row[i].begin >= w_.query_spans.row[i].end) continue;
+      gradient_row<E>(scores_, w_.query_spans.row[i], s_.holes ? w_.keep : nullptr, lse2[i], shift[i],
                       w_.p + i * w_.score_stride, w_.ds + i * w_.score_stride);
     }
     if (key_side) {
       for (int j = 0; j < valid.end; ++j) {
-        w_.key_span[j] = clip(seeing_queries(p_.mask, s_.shape, key + j, key + j), first, count);
-        if (j < valid.begin) w_.key_span[j] = {0, 0};
+        w_.key_spans.row[j] = clip(seeing_queries(p_.mask, s_.shape, key + j, key + j), first, count);
+        if (j < valid.begin) w_.key_spans.row[j] = {0, 0};
       }
-      accumulate<T, true>(w_.p, w_.score_stride, valid.end, w_.key_span, w_.dout, w_.stride, width_, w_.dv, w_.stride);
-      accumulate<T, true>(w_.ds, w_.score_stride, valid.end, w_.key_span, w_.q, w_.stride, width_, w_.dk, w_.stride);
+      fold_groups(w_.key_spans, valid.end);
+      accumulate<T, true>(w_.p, w_.score_stride, valid.end, w_.key_spans, w_.dout, w_.stride, width_, w_.dv, w_.stride);
+      accumulate<T, true>(w_.ds, w_.score_stride, valid.end, w_.key_spans, w_.q, w_.stride, width_, w_.dk, w_.stride);
     }
     if (dq != nullptr) {
-      accumulate<T, false>(w_.ds, w_.score_stride, rows, w_.query_span, w_.k, w_.stride, width_, dq, w_.stride);
+      accumulate<T, false>(w_.ds, w_.score_stride, rows, w_.query_spans, w_.k, w_.stride, width_, dq, w_.stride);
     }
   }
 

@@ -1,5 +1,5 @@
-// Forward of one tile: the queries [first, first + count) of all query heads that share one key head, as rows that share
-// the packed keys and values. Row r is query first + r / group of head head_kv * group + r % group.
+// Forward of one tile: the queries [first, first + count) of all query heads that share one key head, as rows that
+// share the packed keys and values. Row r is query first + r / group of head head_kv * group + r % group.
 #pragma once
 
 #include "softmax.h"
@@ -13,7 +13,7 @@ struct ForwardScratch {
   T *q, *o, *total_o, *s, *k, *v;
   RowState<T>*chunk, *total;
   KeyRange* seen;
-  Span* span;
+  TileSpans spans;
   const E** rows;
   Int<T>* keep;
   size_t bytes;
@@ -33,7 +33,7 @@ struct ForwardScratch {
     chunk = arena.take<RowState<T>>(n);
     total = arena.take<RowState<T>>(n);
     seen = arena.take<KeyRange>(n);
-    span = arena.take<Span>(n);
+    spans = {arena.take<Span>(n), arena.take<GroupSpan>(row_groups(n))};
     rows = arena.take<const E*>(columns);
     keep = arena.take<Int<T>>(columns);
     bytes = arena.used();
@@ -75,31 +75,37 @@ void forward_tile(const FwdParams& p, const SequencePlan& s, int64_t head_kv, in
     for (int64_t key = chunk_begin(c); key < chunk_end; key += block) {
       const auto local = [&](KeyRange range) {
         const int64_t begin = range.begin - key, end = range.end - key;
-        return Span{static_cast<int32_t>(begin < 0 ? 0 : begin < block ? begin : block),
-                    static_cast<int32_t>(end < 0 ? 0 : end < block ? end : block)};
+        return Span{static_cast<int32_t>(begin < 0       ? 0
+                                         : begin < block ? begin
+                                                         : block),
+                    static_cast<int32_t>(end < 0       ? 0
+                                         : end < block ? end
+                                                       : block)};
       };
       const Span span = local(keys);
       if (span.begin >= span.end) continue;
-      for (int r = 0; r < rows; ++r) tile.span[r] = local(tile.seen[r]);
+      for (int r = 0; r < rows; ++r) tile.spans.row[r] = local(tile.seen[r]);
+      fold_groups(tile.spans, rows);
       const int columns = round_up_panel<T>(span.end);
 
       key_rows<E>(p, s, p.k, head_kv, anchor + key, span, columns, tile.rows);
       pack_transposed(tile.rows, columns, dim, tile.k);
-      products(tile.q, tile.stride, rows, dim, tile.k, tile.span, columns, tile.s, tile.score_stride);
+      products(tile.q, tile.stride, rows, dim, tile.k, tile.spans, columns, tile.s, tile.score_stride);
 
       if (s.holes) load_keep<T>(p, s, anchor + key, span.end, tile.keep);
       const Int<T>* keep = s.holes ? tile.keep : nullptr;
       for (int r = 0; r < rows; ++r) {
-        if (tile.span[r].begin >= tile.span[r].end) continue;
-        softmax_block<E>(scores, tile.span[r], keep, tile.s + r * tile.score_stride, tile.chunk[r],
+        if (tile.spans.row[r].begin >= tile.spans.row[r].end) continue;
+        softmax_block<E>(scores, tile.spans.row[r], keep, tile.s + r * tile.score_stride, tile.chunk[r],
                          tile.o + r * tile.stride, width);
       }
 
       key_rows<E>(p, s, p.v, head_kv, anchor + key, span, columns, tile.rows);
       for (int j = span.begin; j < span.end; ++j) {
+        if (j + 8 < span.end) prefetch_row(tile.rows[j + 8], dim);
         load_row(keep && !keep[j] ? kZeroRow<E> : tile.rows[j], dim, tile.v + j * tile.stride, width);
       }
-      accumulate<T, false>(tile.s, tile.score_stride, rows, tile.span, tile.v, tile.stride, width, tile.o,
+      accumulate<T, false>(tile.s, tile.score_stride, rows, tile.spans, tile.v, tile.stride, width, tile.o,
                            tile.stride);
     }
     for (int r = 0; r < rows; ++r) {

@@ -71,6 +71,12 @@ void key_rows(const Problem& p, const SequencePlan& s, const Rows& r, int64_t he
   for (int j = span.end; j < columns; ++j) rows[j] = kZeroRow<E>;
 }
 
+// Rows of a cache may lie pages apart, where no hardware prefetcher follows.
+template <class E>
+DETATTN_INLINE void prefetch_row(const E* row, int dim) {
+  for (int d = 0; d < dim; d += 64 / static_cast<int>(sizeof(E))) __builtin_prefetch(row + d);
+}
+
 // Elements [d, min(d + lanes, dim)) of a row, zeros behind.
 template <class E>
 DETATTN_INLINE Vec<Compute<E>> load_part(const E* row, int d, int dim) {
@@ -116,17 +122,23 @@ template <class E, class T = Compute<E>>
 void pack_transposed(const E* const* rows, int columns, int dim, T* to) {
   constexpr int n = kLanes<T>;
   for (int j = 0; j < columns; j += n) {
-    T* column = to + static_cast<int64_t>(j / kPanel<T>)*dim * kPanel<T> + j % kPanel<T>;
-    for (int d = 0; d < dim; d += n) {
+    T* column = to + static_cast<int64_t>(j / kPanel<T>) * dim * kPanel<T> + j % kPanel<T>;
+    for (int i = j + n; i < j + 2 * n && i < columns; ++i) prefetch_row(rows[i], dim);
+    int d = 0;
+    for (; d + n <= dim; d += n) {
       Vec<T> m[n];
 #pragma GCC unroll 16
-      for (int i = 0; i < n; ++i) m[i] = load_part(rows[j + i], d, dim);
+      for (int i = 0; i < n; ++i) m[i] = load(rows[j + i] + d);
       transpose<T>(m);
 #pragma GCC unroll 16
-      for (int i = 0; i < n; ++i) {
-        if (d + i < dim) store(column + (d + i) * kPanel<T>, m[i]);
-      }
+      for (int i = 0; i < n; ++i) store(column + (d + i) * kPanel<T>, m[i]);
     }
+    if (d == dim) continue;
+    Vec<T> m[n];
+#pragma GCC unroll 16
+    for (int i = 0; i < n; ++i) m[i] = load_part(rows[j + i], d, dim);
+    transpose<T>(m);
+    for (int i = 0; d + i < dim; ++i) store(column + (d + i) * kPanel<T>, m[i]);
   }
 }
 

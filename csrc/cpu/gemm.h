@@ -58,61 +58,69 @@ DETATTN_INLINE void micro_kernel(int rows, const T* a, int64_t lda, const T* b, 
   micro_kernel<T, kRows, kTransposed, kFresh>(a, lda, b, ldb, c, ldc, depth);
 }
 
-// The union and the intersection of the spans of one micro-kernel's rows.
-struct Spans {
+// The spans of a tile's rows, and for every group of kTileRows of them the union and the intersection.
+struct GroupSpan {
   Span any, all;
 };
-DETATTN_INLINE Spans fold(const Span* span, int rows) {
-  Span any = {INT32_MAX, 0}, all = {0, INT32_MAX};
-  for (int r = 0; r < rows; ++r) {
-    if (span[r].begin > all.begin) all.begin = span[r].begin;
-    if (span[r].end < all.end) all.end = span[r].end;
-    if (span[r].begin >= span[r].end) continue;
-    if (span[r].begin < any.begin) any.begin = span[r].begin;
-    if (span[r].end > any.end) any.end = span[r].end;
+struct TileSpans {
+  Span* row;
+  GroupSpan* group;
+};
+constexpr int64_t row_groups(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
+
+DETATTN_INLINE void fold_groups(const TileSpans& spans, int rows) {
+  for (int r = 0; r < rows; r += kTileRows) {
+    GroupSpan group = {{INT32_MAX, 0}, {0, INT32_MAX}};
+    for (int i = r; i < rows && i < r + kTileRows; ++i) {
+      const Span s = spans.row[i];
+      if (s.begin > group.all.begin) group.all.begin = s.begin;
+      if (s.end < group.all.end) group.all.end = s.end;
+      if (s.begin >= s.end) continue;
+      if (s.begin < group.any.begin) group.any.begin = s.begin;
+      if (s.end > group.any.end) group.any.end = s.end;
+    }
+    spans.group[r / kTileRows] = group;
   }
-  return {any, all};
 }
 
 // c = a * b, where b is packed as panels of [depth][panel]; only the panels that hold a column of some row's span.
 template <class T>
-void products(const T* a, int64_t lda, int rows, int depth, const T* b, const Span* span, int columns, T* c,
+void products(const T* a, int64_t lda, int rows, int depth, const T* b, const TileSpans& spans, int columns, T* c,
               int64_t ldc) {
   for (int column = 0; column < columns; column += kPanel<T>) {
     const T* panel = b + static_cast<int64_t>(column) * depth;
     for (int r = 0; r < rows; r += kTileRows) {
-      const int n = rows - r < kTileRows ? rows - r : kTileRows;
-      const Span any = fold(span + r, n).any;
+      const Span any = spans.group[r / kTileRows].any;
       if (any.end <= column || any.begin >= column + kPanel<T>) continue;
-      micro_kernel<T, false, true>(n, a + r * lda, lda, panel, kPanel<T>, c + r * ldc + column, ldc, depth);
+      micro_kernel<T, false, true>(rows - r, a + r * lda, lda, panel, kPanel<T>, c + r * ldc + column, ldc, depth);
     }
   }
 }
 
-// c[r] += sum over k in span[r] of a(r, k) * b[k][0..width), k ascending: the part that all rows of a micro-kernel share
-// in one go, what only some of them have row by row. No row touches a b[k] outside its span, which may hold NaN.
+// c[r] += sum over k in the row's span of a(r, k) * b[k][0..width), k ascending: what all rows of a group share in one
+// go, what only some of them have row by row. No row touches a b[k] outside its span, which may hold NaN.
 template <class T, bool kTransposed>
-void accumulate(const T* a, int64_t lda, int rows, const Span* span, const T* b, int64_t ldb, int width, T* c,
+void accumulate(const T* a, int64_t lda, int rows, const TileSpans& spans, const T* b, int64_t ldb, int width, T* c,
                 int64_t ldc) {
-  const auto at = [&](int r, int k) { return kTransposed ? a + k * lda + r : a + r * lda + k; };
+  const auto add = [&](int r, int count, int begin, int end, int column) {
+    if (begin >= end) return;
+    const T* from = kTransposed ? a + begin * lda + r : a + r * lda + begin;
+    micro_kernel<T, kTransposed, false>(count, from, lda, b + begin * ldb + column, ldb, c + r * ldc + column, ldc,
+                                        end - begin);
+  };
   for (int column = 0; column < width; column += kPanel<T>) {
-    const auto single = [&](int r, int begin, int end) {
-      if (begin >= end) return;
-      micro_kernel<T, 1, kTransposed, false>(at(r, begin), lda, b + begin * ldb + column, ldb, c + r * ldc + column,
-                                             ldc, end - begin);
-    };
     for (int r = 0; r < rows; r += kTileRows) {
-      const int n = rows - r < kTileRows ? rows - r : kTileRows;
-      const Spans group = fold(span + r, n);
-      if (group.any.begin >= group.any.end) continue;
-      if (group.all.begin >= group.all.end) {
-        for (int i = r; i < r + n; ++i) single(i, span[i].begin, span[i].end);
-        continue;
+      const int count = rows - r < kTileRows ? rows - r : kTileRows;
+      const auto [any, all] = spans.group[r / kTileRows];
+      if (all.begin == any.begin && all.end == any.end) {
+        add(r, count, all.begin, all.end, column);
+      } else if (all.begin < all.end) {
+        for (int i = r; i < r + count; ++i) add(i, 1, spans.row[i].begin, all.begin, column);
+        add(r, count, all.begin, all.end, column);
+        for (int i = r; i < r + count; ++i) add(i, 1, all.end, spans.row[i].end, column);
+      } else {
+        for (int i = r; i < r + count; ++i) add(i, 1, spans.row[i].begin, spans.row[i].end, column);
       }
-      for (int i = r; i < r + n; ++i) single(i, span[i].begin, group.all.begin);
-      micro_kernel<T, kTransposed, false>(n, at(r, group.all.begin), lda, b + group.all.begin * ldb + column, ldb,
-                                          c + r * ldc + column, ldc, group.all.end - group.all.begin);
-      for (int i = r; i < r + n; ++i) single(i, group.all.end, span[i].end);
     }
   }
 }

@@ -9,9 +9,9 @@ namespace detattn::DETATTN_ISA {
 
 template <class E>
 cpu::Kernels kernels_of() {
-  return {forward_scratch<E>, forward_tile<E>,  forward_unowned<E>, zero_rows<E>,     backward_scratch<E>,
-          kGradQueries,       kGradKeys,        backward_stats<E>,  backward_fused<E>, backward_keys<E>,
-          backward_queries<E>, sum_dsinks<E>};
+  return {forward_scratch<E>,  forward_tile<E>,  forward_unowned<E>,  zero_rows<E>,
+          backward_scratch<E>, kGradQueries,     kGradKeys,           backward_stats<E>,
+          backward_fused<E>,   backward_keys<E>, backward_queries<E>, sum_dsinks<E>};
 }
 
 cpu::Kernels kernels(DType dtype) {

@@ -10,10 +10,10 @@ namespace detattn::cpu {
 // One sequence of a call: its shape, where its rows stand in the tensors, and what its padding mask looks like.
 struct SequencePlan {
   Sequence shape;
-  int64_t index;                    // in the batch
-  int64_t query_batch, query_row;   // query i is row query_row + i of batch entry query_batch
-  int64_t key_batch, key_row;       // likewise, where keys are not paged
-  bool holes;                       // some key inside the valid range is masked
+  int64_t index;                   // in the batch
+  int64_t query_batch, query_row;  // query i is row query_row + i of batch entry query_batch
+  int64_t key_batch, key_row;      // likewise, where keys are not paged
+  bool holes;                      // some key inside the valid range is masked
 };
 
 // Per-row numbers that the backward needs, and where they are kept: [heads_q][query rows of all sequences].
@@ -43,8 +43,8 @@ struct Kernels {
   // The same in independent parts: dk and dv of one block of keys, dq of one tile of queries.
   void (*backward_keys)(const BwdParams& p, const SequencePlan& s, int64_t head_kv, int64_t block,
                         const RowStats& stats, void* scratch);
-  void (*backward_queries)(const BwdParams& p, const SequencePlan& s, int64_t head, int64_t tile,
-                           const RowStats& stats, void* scratch);
+  void (*backward_queries)(const BwdParams& p, const SequencePlan& s, int64_t head, int64_t tile, const RowStats& stats,
+                           void* scratch);
   // dsinks of all heads from their parts [sequences][heads_q].
   void (*sum_dsinks)(const BwdParams& p, const void* parts, int64_t sequences);
 };

@@ -73,7 +73,7 @@ DETATTN_INLINE void softmax_block(const Scores<T>& scores, Span span, const Int<
   Vec<T> partial[vectors];
   for (int v = 0; v < vectors; ++v) partial[v] = broadcast(-kInfinity<T>);
   for (int j = groups.begin; j < groups.end; j += kTreeLanes) {
-    for (int v = 0; v < vectors; ++v) partial[v] = max(partial[v], load(s + j + v * n));
+    for (int v = 0; v < vectors; ++v) partial[v] = max<T>(partial[v], load(s + j + v * n));
   }
   const T top = max(row.m, tree_max<T>(partial));
   if (row.m == -kInfinity<T>) {

@@ -105,21 +105,39 @@ DETATTN_INLINE Vec<T> fma(Vec<T> a, Vec<T> b, T c) {
   return fma<T>(a, b, broadcast(c));
 }
 
-// `b` where the comparison fails, so a NaN in `b` wins; one instruction on x86.
-template <class V>
-DETATTN_INLINE V max(V a, V b) {
+// a > b ? a : b and a < b ? a : b, so a NaN in `b` wins; x86's own instructions are defined that way.
+template <class T>
+DETATTN_INLINE Vec<T> max(Vec<T> a, Vec<T> b) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return _mm512_max_ps(a, b);
+  if constexpr (sizeof(T) == 8) return _mm512_max_pd(a, b);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) return _mm256_max_ps(a, b);
+  if constexpr (sizeof(T) == 8) return _mm256_max_pd(a, b);
+#else
   return a > b ? a : b;
+#endif
 }
-template <class V>
-DETATTN_INLINE V min(V a, V b) {
+template <class T>
+DETATTN_INLINE Vec<T> min(Vec<T> a, Vec<T> b) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return _mm512_min_ps(a, b);
+  if constexpr (sizeof(T) == 8) return _mm512_min_pd(a, b);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) return _mm256_min_ps(a, b);
+  if constexpr (sizeof(T) == 8) return _mm256_min_pd(a, b);
+#else
   return a < b ? a : b;
+#endif
 }
+DETATTN_INLINE float max(float a, float b) { return a > b ? a : b; }
+DETATTN_INLINE double max(double a, double b) { return a > b ? a : b; }
 
 // 2^x: 1 at 0, 0 from -127 (-1023) down with a gradual underflow above, infinity from 128 (1024) up, NaN at NaN.
 // Adding `magic` rounds x to the integer n and leaves the biased exponent of 2^n in the low bits.
 DETATTN_INLINE Vec<float> exp2(Vec<float> x) {
   const Vec<float> magic = broadcast(0x1.8p23f + 127.0f);
-  x = min(broadcast(128.0f), max(broadcast(-127.0f), x));
+  x = min<float>(broadcast(128.0f), max<float>(broadcast(-127.0f), x));
   const Vec<float> t = x + magic;
   const Vec<float> f = x - (t - magic);
   Vec<float> y = broadcast(0x1.41fbbap-13f);
@@ -139,7 +157,7 @@ DETATTN_INLINE Vec<double> exp2(Vec<double> x) {
                                0.009618129107628477,   0.05550410866482158,    0.24022650695910072,
                                0.6931471805599453};
   const Vec<double> magic = broadcast(0x1.8p52 + 1023.0);
-  x = min(broadcast(1024.0), max(broadcast(-1023.0), x));
+  x = min<double>(broadcast(1024.0), max<double>(broadcast(-1023.0), x));
   const Vec<double> t = x + magic;
   const Vec<double> f = x - (t - magic);
   Vec<double> y = broadcast(kTerms[0]);
@@ -222,13 +240,23 @@ DETATTN_INLINE Vec<float> round_bfloat16(Vec<float> v) {
   return v == v ? (Vec<float>)r : broadcast(std::numeric_limits<float>::quiet_NaN());
 }
 
+DETATTN_INLINE UintVec widen(HalfVec h) {
+#if defined(__AVX512F__)
+  return (UintVec)_mm512_cvtepu16_epi32((__m256i)h);
+#elif defined(__AVX2__)
+  return (UintVec)_mm256_cvtepu16_epi32((__m128i)h);
+#else
+  return __builtin_convertvector(h, UintVec);
+#endif
+}
+
 DETATTN_INLINE Vec<float> from_half(HalfVec h) {
 #if defined(__AVX512F__)
   return _mm512_cvtph_ps((__m256i)h);
 #elif defined(__AVX2__)
   return _mm256_cvtph_ps((__m128i)h);
 #else
-  const UintVec u = __builtin_convertvector(h, UintVec);
+  const UintVec u = widen(h);
   const UintVec magnitude = (u & 0x7fffu) << 13;
   const UintVec finite = (UintVec)((Vec<float>)magnitude * broadcast(0x1p112f));
   const UintVec r = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : finite;
@@ -258,9 +286,7 @@ DETATTN_INLINE HalfVec load_bits(const void* p) {
   std::memcpy(&h, p, sizeof(h));
   return h;
 }
-DETATTN_INLINE Vec<float> load(const BFloat16* p) {
-  return (Vec<float>)(__builtin_convertvector(load_bits(p), UintVec) << 16);
-}
+DETATTN_INLINE Vec<float> load(const BFloat16* p) { return (Vec<float>)(widen(load_bits(p)) << 16); }
 DETATTN_INLINE Vec<float> load(const Half* p) { return from_half(load_bits(p)); }
 
 DETATTN_INLINE void store(BFloat16* p, Vec<float> v) {
@@ -285,23 +311,32 @@ constexpr int kTreeLanes = 16;
 template <class T>
 constexpr int kTreeVectors = kTreeLanes / kLanes<T>;
 
-template <class T>
-DETATTN_INLINE T tree_sum(const Vec<T>* partial) {
-  T lane[kTreeLanes];
-  for (int i = 0; i < kTreeVectors<T>; ++i) store(lane + i * kLanes<T>, partial[i]);
-  for (int half = kTreeLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+// Calls join(vector, its lanes `half` further on) for half = 8, 4, 2, 1; lane 0 of the last result is the tree's.
+template <class T, int... kLane>
+DETATTN_INLINE Vec<T> advance(Vec<T> v, int half, std::integer_sequence<int, kLane...>) {
+  return __builtin_shuffle(v, IntVec<T>{((kLane + half) % kLanes<T>)...});
+}
+template <class T, class Join>
+DETATTN_INLINE T fold_tree(Vec<T> (&partial)[kTreeVectors<T>], const Join& join) {
+#pragma GCC unroll 4
+  for (int half = kTreeVectors<T> / 2; half > 0; half /= 2) {
+#pragma GCC unroll 4
+    for (int i = 0; i < half; ++i) partial[i] = join(partial[i], partial[i + half]);
   }
-  return lane[0];
+  Vec<T> v = partial[0];
+#pragma GCC unroll 4
+  for (int half = kLanes<T> / 2; half > 0; half /= 2) {
+    v = join(v, advance<T>(v, half, std::make_integer_sequence<int, kLanes<T>>()));
+  }
+  return v[0];
 }
 template <class T>
-DETATTN_INLINE T tree_max(const Vec<T>* partial) {
-  T lane[kTreeLanes];
-  for (int i = 0; i < kTreeVectors<T>; ++i) store(lane + i * kLanes<T>, partial[i]);
-  for (int half = kTreeLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lane[i] = max(lane[i], lane[i + half]);
-  }
-  return lane[0];
+DETATTN_INLINE T tree_sum(Vec<T> (&partial)[kTreeVectors<T>]) {
+  return fold_tree<T>(partial, [](Vec<T> a, Vec<T> b) { return a + b; });
+}
+template <class T>
+DETATTN_INLINE T tree_max(Vec<T> (&partial)[kTreeVectors<T>]) {
+  return fold_tree<T>(partial, [](Vec<T> a, Vec<T> b) { return max<T>(a, b); });
 }
 
 // Square transpose by exchange of ever smaller off-diagonal blocks; each exchange stays inside 128 bits where it can.

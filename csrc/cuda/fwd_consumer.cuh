@@ -39,11 +39,12 @@ struct FwdConsumer {
   Ring<L::kStages> ring_k, ring_v;
 
   // The tile.
-  int info_slot = 0;
+  int slot = 0;  // its info
   int first, last, plain_first, plain_last;  // blocks; those in [plain_first, plain_last) need no mask in this group
-  int dirty;                                 // `first` if that block holds keys that no row sees, else -1
+  int next;                                  // first block of the next chunk
+  bool pending;                              // o holds a finished chunk that is not in the total yet
   DETATTN_DEV const TileInfo& info() const {
-    return *reinterpret_cast<const TileInfo*>(shared + L::kInfo + (2 * group + info_slot) * L::kInfoBytes);
+    return *reinterpret_cast<const TileInfo*>(shared + L::kInfo + slot * L::kInfoBytes);
   }
 
   DETATTN_DEV void sync_group() { ptx::bar_sync(kGroup0 + group, 128); }
@@ -96,46 +97,26 @@ struct FwdConsumer {
     sync_group();
   }
 
+  // Bits [from, to) of the 32 keys of a word.
+  DETATTN_DEV static uint32_t bits_below(int n) { return n >= 32 ? 0xffffffffu : (1u << max(n, 0)) - 1; }
+
   DETATTN_DEV void mask(int block) {
     const TileInfo& x = info();
     const int row = x.row + group * kRowsPerGroup + row0;
-    const KeyRange seen0 = visible_keys(p.mask, x.sequence, row), seen1 = visible_keys(p.mask, x.sequence, row + 8);
-    const int64_t key = x.sequence.valid.begin + block * kBlock + 2 * (lane & 3);
-    const int h0 = static_cast<int>(clamp64(seen0.end - key, 0, kBlock));
-    const int h1 = static_cast<int>(clamp64(seen1.end - key, 0, kBlock));
+    const uint32_t* const bits = x.holes ? p.key_bits + x.batch * p.key_words + block * (kBlock / 32) : nullptr;
 #pragma unroll
-    for (int i = 0; i < kScores / 4; ++i) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        if (8 * i + e >= h0) s[4 * i + e] = num::neg_inf();
-        if (8 * i + e >= h1) s[4 * i + 2 + e] = num::neg_inf();
-      }
-    }
-    if (block < plain_first) {
-      const int l0 = static_cast<int>(clamp64(seen0.begin - key, 0, kBlock));
-      const int l1 = static_cast<int>(clamp64(seen1.begin - key, 0, kBlock));
-#pragma unroll
-      for (int i = 0; i < kScores / 4; ++i) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (8 * i + e < l0) s[4 * i + e] = num::neg_inf();
-          if (8 * i + e < l1) s[4 * i + 2 + e] = num::neg_inf();
-        }
-      }
-    }
-    if (x.holes) {
-      const uint32_t* const bits = p.key_bits + x.batch * p.key_words + block * (kBlock / 32);
+    for (int r = 0; r < 2; ++r) {
+      const int low = x.limits.first(row + 8 * r) - block * kBlock, high = x.limits.past(row + 8 * r) - block * kBlock;
 #pragma unroll
       for (int w = 0; w < kBlock / 32; ++w) {
-        const uint32_t word = bits[w] >> (2 * (lane & 3));
+        uint32_t seen = bits_below(high - 32 * w) & ~bits_below(low - 32 * w);
+        if (bits) seen &= bits[w];
+        seen >>= 2 * (lane & 3);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            if (!((word >> (8 * i + e)) & 1)) {
-              s[4 * (4 * w + i) + e] = num::neg_inf();
-              s[4 * (4 * w + i) + 2 + e] = num::neg_inf();
-            }
+            if (!((seen >> (8 * i + e)) & 1)) s[4 * (4 * w + i) + 2 * r + e] = num::neg_inf();
           }
         }
       }
@@ -256,29 +237,30 @@ struct FwdConsumer {
 
   // Issues S = Q K of block j; under it brings O up to date and issues O += P V of block j - 1; under that runs the
   // softmax of block j.
-  template <bool kMasked, Step kStep>
+  template <bool kMasked>
   DETATTN_DEV void step(int j) {
     bar_k.wait_full(ring_k);
     ptx::bar_sync(kOrderGroup0 + group, 256);
     ptx::wgmma_fence();
     issue_qk();
-    if constexpr (kStep == Step::kMerge) {
+    if (pending) {
       merge(false);
     } else {
       rescale();
     }
     bar_v.wait_full(ring_v);
-    if (j - 1 == dirty) clean_v(dirty);
     ptx::wgmma_fence();
-    issue_pv(kStep == Step::kMerge ? 0 : j - 1 != first);
+    issue_pv(!pending && j - 1 != first);
     ptx::bar_arrive(kOrderGroup0 + (group ^ 1), 256);
     ptx::wgmma_wait<1>(s);
     free_k();
     if constexpr (kSoftcap) cap_scores();
     if constexpr (kMasked) mask(j);
-    if constexpr (kStep == Step::kFresh) {
+    pending = j == next;
+    if (pending) {
       finish_chunk();
       fresh_state();
+      next = chunk_end(j * kBlock) / kBlock;
     }
     softmax();
     ptx::hold_until_ready(l[0] + l[1]);
@@ -311,6 +293,9 @@ struct FwdConsumer {
     ptx::wgmma_fence();
     issue_qk();
     ptx::bar_arrive(kOrderGroup0 + (group ^ 1), 256);
+    // The output of the tile before must have left the staging memory before totals overwrite it.
+    if (thread == 0) ptx::tma_store_wait_read();
+    sync_group();
     ptx::wgmma_wait<0>(s);
     free_k();
     if constexpr (L::kTile.q_in_registers) free_q();
@@ -322,34 +307,22 @@ struct FwdConsumer {
     alpha[0] = alpha[1] = 1.f;
     merged = 0;
 
+    next = chunk_end(first * kBlock) / kBlock;
+    pending = false;
+    if (info().begin > first * kBlock) {
+      bar_v.wait_full(ring_v);
+      clean_v(first);
+    }
+
     const int plain_end = min(plain_last, last);
-    int j = first + 1, next = chunk_end(first * kBlock) / kBlock;
-    bool pending = false;  // o holds a finished chunk that is not in the total yet
-    while (j < last) {
-      if (!pending && j >= plain_first) {
-        for (const int end = min(plain_end, next); j < end; ++j) step<false, Step::kPlain>(j);
-        if (j >= last) break;
-      }
-      const bool plain = j >= plain_first && j < plain_end;
-      if (pending) {
-        if (plain) {
-          step<false, Step::kMerge>(j);
-        } else {
-          step<true, Step::kMerge>(j);
-        }
-        pending = false;
-      } else if (j == next) {
-        if (plain) {
-          step<false, Step::kFresh>(j);
-        } else {
-          step<true, Step::kFresh>(j);
-        }
-        next = chunk_end(j * kBlock) / kBlock;
-        pending = true;
+    for (int j = first + 1; j < last;) {
+      if (j >= plain_first && j < plain_end) {
+        do step<false>(j);
+        while (++j < plain_end);
       } else {
-        step<true, Step::kPlain>(j);
+        step<true>(j);
+        ++j;
       }
-      ++j;
     }
     if constexpr (!L::kTile.q_in_registers) free_q();
 
@@ -359,7 +332,7 @@ struct FwdConsumer {
       rescale();
     }
     bar_v.wait_full(ring_v);
-    if (last - 1 == dirty || (info().tail && info().end < last * kBlock)) clean_v(last - 1);
+    if (info().tail && info().end < last * kBlock) clean_v(last - 1);
     ptx::wgmma_fence();
     issue_pv(!pending && last - 1 != first);
     ptx::wgmma_wait<0>(o);
@@ -371,7 +344,7 @@ struct FwdConsumer {
   // out and lse of the tile's rows.
   DETATTN_DEV void store(const TileInfo& x) {
     const int first_row = x.row + group * kRowsPerGroup;
-    const int rows = static_cast<int>(clamp64(x.sequence.queries - first_row, 0, kRowsPerGroup));
+    const int rows = static_cast<int>(clamp64(x.queries - first_row, 0, kRowsPerGroup));
     if (p.sinks) {
       const float sink = p.sinks[x.head];
 #pragma unroll
@@ -450,29 +423,17 @@ struct FwdConsumer {
     }
   }
 
-  DETATTN_DEV void enter(const TileInfo& x) {
-    const int64_t group_row = x.row + group * kRowsPerGroup, anchor = x.sequence.valid.begin;
-    const int64_t last_row = clamp64(x.sequence.queries - 1, group_row, group_row + kRowsPerGroup - 1);
-    const KeyRange by_first = visible_keys(p.mask, x.sequence, group_row);
-    const KeyRange by_last = visible_keys(p.mask, x.sequence, last_row);
-    first = x.first;
-    last = x.last;
-    dirty = x.begin > x.first * kBlock ? x.first : -1;
-    plain_first = static_cast<int>((by_last.begin - anchor + kBlock - 1) / kBlock);
-    plain_last = x.holes ? 0 : static_cast<int>(by_first.end > anchor ? (by_first.end - anchor) / kBlock : 0);
-  }
-
   DETATTN_DEV void run() {
     uint32_t phase = 0;
     if (group == 1) ptx::bar_arrive(kOrderGroup0, 256);
-    for (;; info_slot ^= 1, phase ^= 1) {
+    for (;; slot = slot + 1 < kTileSlots ? slot + 1 : 0, phase ^= 1) {
       ptx::mbar_wait(bar_q.full(0), phase);
       if (info().batch < 0) break;
-      enter(info());
+      first = info().first;
+      last = info().last;
+      plain_first = info().plain_first[group];
+      plain_last = info().plain_last[group];
       if constexpr (L::kTile.q_in_registers) load_q();
-      // The output of the tile before must have left the staging memory before totals overwrite it.
-      if (thread == 0) ptx::tma_store_wait_read();
-      sync_group();
       if (first < last) {
         attend();
       } else {

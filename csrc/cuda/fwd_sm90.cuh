@@ -9,16 +9,21 @@
 
 namespace detattn {
 
-// Everything that the consumers need to know about a tile; the producer writes it.
+// A tile, written by the producer. Three slots: while the consumers finish a tile, the next one may be loading and the
+// one after it located.
+constexpr int kTileSlots = 3;
 struct TileInfo {
-  Sequence sequence;
+  RowLimits limits;
+  int32_t k_row, k_batch, head_kv;
   int32_t batch, head;  // batch < 0: no more tiles
+  int32_t queries;      // of the sequence
   int32_t row;          // first query of the tile
   int32_t q_row, q_batch;
   int32_t first, last;  // blocks [first, last)
   int32_t begin, end;   // relative keys that some row of the tile sees
   int32_t tail;         // memory past `end` exists and may hold anything
   int32_t holes;
+  int32_t plain_first[kConsumerGroups], plain_last[kConsumerGroups];  // blocks that need no mask in a group
 };
 
 template <int kHeadDim, bool kSoftcap>
@@ -34,22 +39,10 @@ struct FwdLayout {
   static constexpr uint32_t kBarrierQ = kBarrierV + RingBarriers<kStages>::kBytes;
   static constexpr uint32_t kInfo = kBarrierQ + kConsumerGroups * RingBarriers<1>::kBytes;
   static constexpr uint32_t kInfoBytes = (sizeof(TileInfo) + 15) / 16 * 16;
-  static constexpr uint32_t kBytes = kInfo + 2 * kConsumerGroups * kInfoBytes;
+  static constexpr uint32_t kBytes = kInfo + kTileSlots * kInfoBytes;
   static_assert(kInfo % 16 == 0 && kBytes <= 232448, "shared memory of one CTA");
   static_assert(kTile.staged_panels * kPanelQ <= kGroupTotals && kPanels % kTile.staged_panels == 0);
   static_assert(kTile.shared_total <= kHeadDim / 8);
-};
-
-template <bool kValue>
-struct Flag {
-  static constexpr bool value = kValue;
-};
-// What a step does with the chunk boundary: nothing; its block starts a chunk; the block before it did, so the output
-// registers still hold the finished chunk, which joins the total now, under the product of Q and K.
-enum class Step { kPlain, kFresh, kMerge };
-template <Step kValue>
-struct Kind {
-  static constexpr Step value = kValue;
 };
 
 // One warp: walks the tiles, loads Q, K and V.
@@ -65,12 +58,12 @@ struct FwdProducer {
   int rank = -1;  // varlen: the sequence of the last tile, and its tiles
   int64_t rank_begin = 0, rank_end = 0;
   SequenceView view;
-  int head_kv = 0;
 
   // Longest tiles first inside a section of heads whose keys and values fit in L2.
-  DETATTN_DEV void locate(int64_t t, TileInfo& x) {
-    int64_t in_sequence = t, heads = static_cast<int64_t>(p.batch) * p.heads_q, section_heads = p.heads_per_section;
-    int per_head = p.tiles_per_head, sequence = 0;
+  DETATTN_DEV void locate(int64_t t, TileInfo& slot) {
+    TileInfo x;
+    uint32_t in_sequence = static_cast<uint32_t>(t), heads = p.batch * p.heads_q;
+    uint32_t section_heads = p.heads_per_section, per_head = p.tiles_per_head, sequence = 0;
     if (p.cu_seqlens_q) {
       if (t >= rank_end) {
         rank = warp_search(p.tile_begin, p.sequences, t);
@@ -78,56 +71,62 @@ struct FwdProducer {
         rank_end = p.tile_begin[rank + 1];
         view = view_sequence(p, p.order[rank]);
       }
-      in_sequence = t - rank_begin;
+      in_sequence = static_cast<uint32_t>(t - rank_begin);
       heads = p.heads_q;
       sequence = p.order[rank];
-      per_head = static_cast<int>((view.sequence.queries + kTileRows - 1) / kTileRows);
-      const int64_t fit = kSectionBytes / ((view.sequence.keys + 1) * kHeadDim * 4);
-      section_heads = clamp64(fit, 1, p.heads_kv) * p.group;
+      per_head = static_cast<uint32_t>((view.sequence.queries + kTileRows - 1) / kTileRows);
+      const uint32_t fit = static_cast<uint32_t>(kSectionBytes / (4 * kHeadDim)) /
+                           (static_cast<uint32_t>(view.sequence.keys) + 1);
+      section_heads = min(max(fit, 1u), static_cast<uint32_t>(p.heads_kv)) * p.group;
     }
-    const int64_t per_section = section_heads * per_head, section = in_sequence / per_section;
-    const int64_t r = in_sequence - section * per_section, section_first = section * section_heads;
-    const int64_t here = section_heads < heads - section_first ? section_heads : heads - section_first;
-    const int m = static_cast<int>(r / here);
-    const int64_t head = section_first + (r - m * here);
+    const uint32_t per_section = section_heads * per_head, section = in_sequence / per_section;
+    const uint32_t r = in_sequence - section * per_section, section_first = section * section_heads;
+    const uint32_t here = min(section_heads, heads - section_first), m = r / here;
+    uint32_t head = section_first + (r - m * here);
     if (!p.cu_seqlens_q) {
-      sequence = static_cast<int>(head / p.heads_q);
+      sequence = head / p.heads_q;
+      head -= sequence * p.heads_q;
       view = view_sequence(p, sequence);
     }
-    x.sequence = view.sequence;
+    x.k_row = view.k_row + static_cast<int>(view.sequence.valid.begin);
+    x.k_batch = view.k_batch;
+    x.head_kv = head / p.group;
+    x.limits = row_limits(p.mask, view.sequence);
     x.batch = sequence;
-    x.head = static_cast<int>(p.cu_seqlens_q ? head : head - static_cast<int64_t>(sequence) * p.heads_q);
+    x.head = head;
+    x.queries = static_cast<int>(view.sequence.queries);
     x.row = (per_head - 1 - m) * kTileRows;
     x.q_row = view.q_row;
     x.q_batch = view.q_batch;
     x.holes = view.holes;
-    const int64_t last_row = x.row + kTileRows < view.sequence.queries ? x.row + kTileRows : view.sequence.queries;
-    const KeyRange seen = visible_keys(p.mask, view.sequence, x.row, last_row - 1);
-    const int64_t anchor = view.sequence.valid.begin;
-    x.begin = x.end = x.first = x.last = 0;
-    if (seen.end > seen.begin) {
-      x.begin = static_cast<int>(seen.begin - anchor);
-      x.end = static_cast<int>(seen.end - anchor);
-      x.first = x.begin / L::kBlock;
-      x.last = (x.end + L::kBlock - 1) / L::kBlock;
-    }
+    x.begin = x.limits.first(x.row);
+    x.end = x.limits.past(min(x.row + kTileRows, x.queries) - 1);
+    if (x.end <= x.begin) x.begin = x.end = 0;
+    x.first = x.begin / L::kBlock;
+    x.last = (x.end + L::kBlock - 1) / L::kBlock;
     // The copy engine reads zeros past the end of a dense tensor.
-    x.tail = p.cu_seqlens_q || p.cu_seqlens_k || p.block_table || seen.end < p.seqlen_k;
-    head_kv = x.head / p.group;
+    x.tail = p.cu_seqlens_k || p.block_table || view.sequence.valid.begin + x.end < p.seqlen_k;
+#pragma unroll
+    for (int g = 0; g < kConsumerGroups; ++g) {
+      const int row = x.row + g * kRowsPerGroup, last_row = max(row, min(row + kRowsPerGroup, x.queries) - 1);
+      x.plain_first[g] = (x.limits.first(last_row) + L::kBlock - 1) / L::kBlock;
+      x.plain_last[g] = x.holes ? 0 : x.limits.past(row) / L::kBlock;
+    }
+    if (lane == 0) slot = x;
+    __syncwarp();
   }
 
   DETATTN_DEV void load_block(const TensorView& t, const RingBarriers<L::kStages>& bars, Ring<L::kStages>& ring,
                               uint32_t buffers, const TileInfo& x, int block) {
     bars.wait_empty(ring);
     const uint32_t bar = bars.full(ring.stage()), dst = buffers + ring.stage() * L::kKVBytes;
-    const int key = block * L::kBlock, head = head_kv * t.head_step;
+    const int key = block * L::kBlock, head = x.head_kv * t.head_step;
     if (!p.block_table) {
       if (lane == 0) {
-        const int row = view.k_row + static_cast<int>(x.sequence.valid.begin) + key;
         ptx::mbar_expect_tx(bar, L::kKVBytes);
 #pragma unroll
         for (int i = 0; i < L::kPanels; ++i) {
-          ptx::tma_load(dst + i * L::kPanelKV, &t.map, bar, 64 * i, row, head, view.k_batch * t.batch_step);
+          ptx::tma_load(dst + i * L::kPanelKV, &t.map, bar, 64 * i, x.k_row + key, head, x.k_batch * t.batch_step);
         }
       }
     } else {
@@ -146,53 +145,67 @@ struct FwdProducer {
     ring.advance();
   }
 
+  DETATTN_DEV RingBarriers<1> bar_q(int g) const {
+    return RingBarriers<1>{base + L::kBarrierQ + g * RingBarriers<1>::kBytes};
+  }
+
+  DETATTN_DEV void load_q(const TileInfo& x, Ring<1>& ring) {
+    for (int g = 0; g < kConsumerGroups; ++g) {
+      bar_q(g).wait_empty(ring);
+      if (lane == 0) {
+        const uint32_t bar = bar_q(g).full(0), dst = base + L::kQ + g * L::kQBytes;
+        ptx::mbar_expect_tx(bar, L::kQBytes);
+#pragma unroll
+        for (int i = 0; i < L::kPanels; ++i) {
+          ptx::tma_load(dst + i * L::kPanelQ, &p.q.map, bar, 64 * i, x.q_row + x.row + kRowsPerGroup * g,
+                        x.head * p.q.head_step, x.q_batch * p.q.batch_step);
+        }
+      }
+    }
+    ring.advance();
+  }
+
   DETATTN_DEV void run() {
     const int64_t tiles = p.cu_seqlens_q ? p.tile_begin[p.sequences] : p.tiles;
     Ring<1> ring_q;
-    TileInfo x;
-    for (int64_t t = blockIdx.x; t < tiles;) {
-      unsigned ticket = 0;
-      if (p.ticket && lane == 0) ticket = atomicAdd(p.ticket, 1u);
-      locate(t, x);
-      if (x.first < x.last) load_block(p.k, bar_k, ring_k, base + L::kK, x, x.first);
-      for (int g = 0; g < kConsumerGroups; ++g) {
-        const RingBarriers<1> bar_q{base + L::kBarrierQ + g * RingBarriers<1>::kBytes};
-        bar_q.wait_empty(ring_q);
-        if (lane == 0) {
-          *info(g) = x;
-          const uint32_t bar = bar_q.full(0), dst = base + L::kQ + g * L::kQBytes;
-          ptx::mbar_expect_tx(bar, L::kQBytes);
-#pragma unroll
-          for (int i = 0; i < L::kPanels; ++i) {
-            ptx::tma_load(dst + i * L::kPanelQ, &p.q.map, bar, 64 * i, x.q_row + x.row + kRowsPerGroup * g,
-                          x.head * p.q.head_step, x.q_batch * p.q.batch_step);
+    int slot = 0;
+    unsigned ticket = 0;
+    const auto info = [&](int i) -> TileInfo& {
+      return *reinterpret_cast<TileInfo*>(shared + L::kInfo + i * L::kInfoBytes);
+    };
+    // Before the first tile stands an empty one. The next tile is found while the first blocks of this one are on their
+    // way. Loads go out in the order of consumption: K0 Q K1 V0 K2 V1 ...
+    int64_t t = blockIdx.x;
+    bool live = false;
+    int first = 0, last = 0;
+    for (;;) {
+      const TileInfo& x = info(slot);
+      for (int j = first; j <= last; ++j) {
+        if (j < last) load_block(p.k, bar_k, ring_k, base + L::kK, x, j);
+        if (live && j == first) load_q(x, ring_q);
+        if (j > first) load_block(p.v, bar_v, ring_v, base + L::kV, x, j - 1);
+        if (j == min(first + 1, last)) {
+          if (live) {
+            t += gridDim.x;
+            if (p.ticket) t = static_cast<int64_t>(gridDim.x) + __shfl_sync(0xffffffff, ticket, 0);
+            slot = slot + 1 < kTileSlots ? slot + 1 : 0;
           }
+          if (t < tiles) locate(t, info(slot));
+          if (p.ticket && lane == 0) ticket = atomicAdd(p.ticket, 1u);
         }
       }
-      ring_q.advance();
-      info_slot ^= 1;
-      // The order of consumption.
-      for (int j = x.first + 1; j < x.last; ++j) {
-        load_block(p.k, bar_k, ring_k, base + L::kK, x, j);
-        load_block(p.v, bar_v, ring_v, base + L::kV, x, j - 1);
-      }
-      if (x.first < x.last) load_block(p.v, bar_v, ring_v, base + L::kV, x, x.last - 1);
-      t = p.ticket ? static_cast<int64_t>(gridDim.x) + __shfl_sync(0xffffffff, ticket, 0) : t + gridDim.x;
+      if (t >= tiles) break;
+      live = true;
+      first = info(slot).first;
+      last = info(slot).last;
     }
     for (int g = 0; g < kConsumerGroups; ++g) {
-      const RingBarriers<1> bar_q{base + L::kBarrierQ + g * RingBarriers<1>::kBytes};
-      bar_q.wait_empty(ring_q);
+      bar_q(g).wait_empty(ring_q);
       if (lane == 0) {
-        info(g)->batch = -1;
-        ptx::mbar_arrive(bar_q.full(0));
+        info(slot).batch = -1;
+        ptx::mbar_arrive(bar_q(g).full(0));
       }
     }
-  }
-
-  // Two slots a group: the consumers read a tile's info until its output is stored, and free Q earlier.
-  int info_slot = 0;
-  DETATTN_DEV TileInfo* info(int g) {
-    return reinterpret_cast<TileInfo*>(shared + L::kInfo + (2 * g + info_slot) * L::kInfoBytes);
   }
 };
 

@@ -47,6 +47,21 @@ DETATTN_DEV SequenceView view_sequence(const FwdArgs& p, int b) {
   return view;
 }
 
+// visible_keys of mask.h for every row of a sequence, counted from the first valid key: query i sees the relative keys
+// [max(i + low, 0), min(i + high, end)).
+struct RowLimits {
+  int64_t low, high;
+  int32_t end;
+  DETATTN_DEV int first(int i) const { return static_cast<int>(i + low > 0 ? i + low : 0); }
+  DETATTN_DEV int past(int i) const { return static_cast<int>(clamp64(i + high, 0, end)); }
+};
+DETATTN_DEV RowLimits row_limits(const Mask& mask, const Sequence& s) {
+  constexpr int64_t kFar = int64_t{1} << 42;
+  const int64_t shift = s.keys - s.queries - s.valid.begin;
+  return {mask.left < 0 ? -kFar : shift - mask.left, mask.right < 0 ? kFar : shift + mask.right + 1,
+          static_cast<int32_t>(s.valid.end > s.valid.begin ? s.valid.end - s.valid.begin : 0)};
+}
+
 // First relative key of the chunk after the one that holds `key`.
 DETATTN_DEV int chunk_end(int key) {
   constexpr ChunkSchedule chunks = kChunks;

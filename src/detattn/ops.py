@@ -361,11 +361,14 @@ class _Attention(torch.autograd.Function):
     # Not split into forward and setup_context: binding the arguments for the split form costs 50 us a call. The options
     # come as one tuple, since each argument costs.
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        args = (*args[:5], *args[5])
-        output = _attention(*args)
-        _attention_setup(ctx, args, output)
-        return output
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, rest: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _attention(q, k, v, mask, sinks, *rest)
+        ctx.save_for_backward(q, k, v, out, lse, mask, sinks)
+        ctx.rest = rest
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
