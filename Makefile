@@ -31,8 +31,8 @@ check: $(BUILT)  ## linters, formatters, types, source rules
 docs: $(BUILT)  ## the documentation, in site/
 	$(BIN)/mkdocs build --strict
 
-test-gpu: $(BUILT)  ## the same tests on the GPU of this machine
-	$(PY) -m pytest --device cuda
+test-gpu: $(BUILT)  ## the same tests on the GPU of this machine; rewrites tests/gpu_report.json
+	$(PY) tests/gpu_report.py
 
 clean:  ## everything that can be made again
 	rm -rf build dist site $(VENV) src/*.egg-info src/detattn/*.so

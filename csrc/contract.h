@@ -7,7 +7,8 @@
 #if defined(__CUDACC__)
 #define DETATTN_HD __host__ __device__ __forceinline__
 #else
-#define DETATTN_HD inline
+// Always inlined: a copy left out of line by a unit built for AVX could be the one that the linker keeps for all.
+#define DETATTN_HD [[gnu::always_inline]] inline
 #endif
 
 namespace detattn {

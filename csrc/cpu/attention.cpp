@@ -115,7 +115,7 @@ SequencePlan plan_sequence(const Problem& p, int64_t b) {
   return s;
 }
 
-// The sequences of a call that hold any row, the costliest first.
+// The sequences of a call, the costliest first.
 std::vector<SequencePlan> plan_sequences(const Problem& p) {
   std::vector<SequencePlan> plans;
   for (int64_t b = 0; b < p.batch; ++b) plans.push_back(plan_sequence(p, b));
@@ -164,19 +164,23 @@ void for_unowned(const int32_t* cu_seqlens, const int32_t* used, int64_t batch, 
   zero(cu_seqlens[batch], rows);
 }
 
-// Queries of a forward tile: enough rows that packing the keys is cheap beside using them, fewer where that would leave
-// threads without work.
-int64_t forward_tile_queries(const Problem& p, const std::vector<SequencePlan>& plans) {
-  constexpr int64_t kRows = 192, kFewRows = 48, kTasks = 16;
-  const int64_t group = p.heads_q / p.heads_kv;
-  int64_t rows = kRows, longest = 1, queries = 0;
-  for (const SequencePlan& s : plans) {
-    longest = std::max(longest, s.shape.queries);
-    queries += s.shape.queries;
+// Heads and queries of a forward tile: enough rows that packing the keys is cheap beside using them, fewer where that
+// would leave threads without work.
+struct TileShape {
+  int64_t heads, queries, longest = 1;
+
+  TileShape(const Problem& p, const std::vector<SequencePlan>& plans) : heads(p.heads_q / p.heads_kv) {
+    constexpr int64_t kRows = 192, kFewRows = 48, kFewHeads = 8, kTasks = 16;
+    int64_t rows = kRows, total = 0;
+    for (const SequencePlan& s : plans) {
+      longest = std::max(longest, s.shape.queries);
+      total += s.shape.queries * p.heads_q;
+    }
+    while (rows > kFewRows && total < rows * kTasks) rows /= 2;
+    while (heads > kFewHeads && total < heads * kTasks) heads = ceil_div(heads, 2);
+    queries = std::clamp<int64_t>(rows / heads, 1, longest);
   }
-  while (rows > kFewRows && queries * p.heads_q < rows * kTasks) rows /= 2;
-  return std::min(std::max<int64_t>(rows / group, 1), longest);
-}
+};
 
 struct Scratch {
   explicit Scratch(size_t bytes) : data(std::aligned_alloc(kAlignment, align_up(bytes))) {
@@ -226,16 +230,23 @@ struct BackwardPlan {
 void cpu_forward(const FwdParams& p, ParallelFor parallel_for) {
   const Kernels kernels = select_kernels(p.dtype);
   const std::vector<SequencePlan> plans = plan_sequences(p);
-  const int64_t count = forward_tile_queries(p, plans);
-  const Pieces tiles(plans, [&](const SequencePlan& s) { return ceil_div(s.shape.queries, count) * p.heads_kv; });
-  const size_t scratch_bytes = kernels.forward_scratch(p, count);
+  const TileShape shape(p, plans);
+  const int64_t group = p.heads_q / p.heads_kv, head_tiles = ceil_div(group, shape.heads);
+  const size_t scratch_bytes = kernels.forward_scratch(p, shape.heads * shape.queries);
+  const Pieces tiles(
+      plans, [&](const SequencePlan& s) { return ceil_div(s.shape.queries, shape.queries) * head_tiles * p.heads_kv; });
 
   for_each_task(parallel_for, tiles.total(), tiles.total(), [&](int64_t) {
     return [&, scratch = Scratch(scratch_bytes)](int64_t i) {
-      // Last tiles first: under a causal mask they see the most.
+      // Last queries first: under a causal mask they see the most.
       const auto [s, index] = tiles[i];
-      const int64_t per_head = ceil_div(s.shape.queries, count), tile = per_head - 1 - index % per_head;
-      kernels.forward_tile(p, s, index / per_head, tile * count, std::min(count, s.shape.queries - tile * count),
+      const int64_t query_tiles = ceil_div(s.shape.queries, shape.queries);
+      const int64_t first = (query_tiles - 1 - index % query_tiles) * shape.queries;
+      const int64_t part = index / query_tiles % head_tiles * shape.heads;
+      const int64_t head_kv = index / query_tiles / head_tiles;
+      kernels.forward_tile(p, s,
+                           {head_kv * group + part, std::min(shape.heads, group - part), first,
+                            std::min(shape.queries, s.shape.queries - first)},
                            scratch.data);
     };
   });

@@ -50,16 +50,6 @@ size_t backward_scratch(const BwdParams& p, int64_t dq_rows) {
   return BackwardScratch<E>(p, dq_rows < kGradQueries ? kGradQueries : dq_rows, nullptr).bytes;
 }
 
-DETATTN_INLINE Span clip(KeyRange range, int64_t first, int64_t count) {
-  const int64_t begin = range.begin - first, end = range.end - first;
-  return {static_cast<int32_t>(begin < 0       ? 0
-                               : begin < count ? begin
-                                               : count),
-          static_cast<int32_t>(end < 0       ? 0
-                               : end < count ? end
-                                             : count)};
-}
-
 // Sum of a[d] * b[d]: kTreeLanes chains, folded in halves.
 template <class E, class T = Compute<E>>
 DETATTN_INLINE T dot(const E* a, const E* b, int dim) {
@@ -125,9 +115,9 @@ DETATTN_INLINE void gradient_row(const Scores<T>& scores, Span span, const Int<T
 
 template <class E>
 class Backward {
+ public:
   using T = Compute<E>;
 
- public:
   Backward(const BwdParams& params, const SequencePlan& sequence, int64_t head_kv, const RowStats& stats,
            int64_t dq_rows, void* scratch)
       : p_(params),
@@ -146,8 +136,9 @@ class Backward {
     for (int64_t key = 0; key < s_.shape.keys; key += kGradKeys) {
       keys(key, [&](int64_t head, int64_t query) { return w_.dq + (head * queries + query) * w_.stride; });
     }
-    for (int64_t h = 0; h < group_; ++h)
+    for (int64_t h = 0; h < group_; ++h) {
       store_queries(head_kv_ * group_ + h, 0, queries, w_.dq + h * queries * w_.stride);
+    }
   }
 
   // dk and dv of one block; `dq_tile` names where the dq of a tile is kept, or null where nobody wants it.

@@ -45,6 +45,14 @@ DETATTN_INLINE E* key_row(const SequencePlan& s, const MutableRows& r, int64_t h
   return static_cast<E*>(r.data) + s.key_batch * r.batch + head * r.head + (s.key_row + j) * r.row;
 }
 
+// The part of a range that lies in [first, first + count), counted from `first`.
+DETATTN_INLINE Span clip(KeyRange range, int64_t first, int64_t count) {
+  const auto local = [&](int64_t i) {
+    return static_cast<int32_t>(i < first ? 0 : i - first < count ? i - first : count);
+  };
+  return {local(range.begin), local(range.end)};
+}
+
 template <class E>
 inline constexpr E kZeroRow[kMaxHeadDim] = {};
 

@@ -22,12 +22,15 @@ struct RowStats {
   int64_t rows;
 };
 
-// The kernels of one instruction set and dtype. A tile is queries [first, first + count) of the query heads that share
-// a key head; scratch is aligned to 64 bytes.
+// Queries [first, first + queries) of the query heads [head, head + heads), which share one key head.
+struct Tile {
+  int64_t head, heads, first, queries;
+};
+
+// The kernels of one instruction set and dtype. Scratch is aligned to 64 bytes.
 struct Kernels {
-  size_t (*forward_scratch)(const FwdParams& p, int64_t count);
-  void (*forward_tile)(const FwdParams& p, const SequencePlan& s, int64_t head_kv, int64_t first, int64_t count,
-                       void* scratch);
+  size_t (*forward_scratch)(const FwdParams& p, int64_t rows);
+  void (*forward_tile)(const FwdParams& p, const SequencePlan& s, const Tile& tile, void* scratch);
   // Rows [begin, end) of one head that belong to no sequence: out = 0 and lse = -inf, or a gradient of zero.
   void (*forward_unowned)(const FwdParams& p, int64_t head, int64_t begin, int64_t end);
   void (*zero_rows)(const MutableRows& rows, int32_t head_dim, int64_t batch, int64_t head, int64_t begin, int64_t end);

@@ -13,6 +13,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define DETATTN_INLINE [[gnu::always_inline]] inline
@@ -25,7 +27,7 @@ constexpr int kVectorBytes = 64, kTileRows = 12, kTileVectors = 2;
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32, kTileRows = 6, kTileVectors = 2;
 #else
-constexpr int kVectorBytes = 16, kTileRows = 6, kTileVectors = 4;
+constexpr int kVectorBytes = 16, kTileRows = 5, kTileVectors = 4;
 #endif
 
 struct Half {
@@ -78,9 +80,7 @@ DETATTN_INLINE Vec<T> broadcast(T x) {
   if constexpr (sizeof(T) == 4) return _mm256_set1_ps(x);
   if constexpr (sizeof(T) == 8) return _mm256_set1_pd(x);
 #else
-  Vec<T> v;
-  for (int i = 0; i < kLanes<T>; ++i) v[i] = x;
-  return v;
+  return x - Vec<T>{};
 #endif
 }
 
@@ -95,6 +95,9 @@ DETATTN_INLINE Vec<T> fma(Vec<T> a, Vec<T> b, Vec<T> c) {
 #elif defined(__AVX2__)
   if constexpr (sizeof(T) == 4) return _mm256_fmadd_ps(a, b, c);
   if constexpr (sizeof(T) == 8) return _mm256_fmadd_pd(a, b, c);
+#elif defined(__aarch64__)
+  if constexpr (sizeof(T) == 4) return vfmaq_f32(c, a, b);
+  if constexpr (sizeof(T) == 8) return vfmaq_f64(c, a, b);
 #else
   for (int i = 0; i < kLanes<T>; ++i) c[i] = fma(T(a[i]), T(b[i]), T(c[i]));
   return c;
@@ -133,7 +136,7 @@ DETATTN_INLINE Vec<T> min(Vec<T> a, Vec<T> b) {
 DETATTN_INLINE float max(float a, float b) { return a > b ? a : b; }
 DETATTN_INLINE double max(double a, double b) { return a > b ? a : b; }
 
-// 2^x: 1 at 0, 0 from -127 (-1023) down with a gradual underflow above, infinity from 128 (1024) up, NaN at NaN.
+// 2^x: 1 at 0, 0 below -126.5 (-1022.5), infinity from 127.5 (1023.5) up, NaN at NaN.
 // Adding `magic` rounds x to the integer n and leaves the biased exponent of 2^n in the low bits.
 DETATTN_INLINE Vec<float> exp2(Vec<float> x) {
   const Vec<float> magic = broadcast(0x1.8p23f + 127.0f);
@@ -311,10 +314,12 @@ constexpr int kTreeLanes = 16;
 template <class T>
 constexpr int kTreeVectors = kTreeLanes / kLanes<T>;
 
-// Calls join(vector, its lanes `half` further on) for half = 8, 4, 2, 1; lane 0 of the last result is the tree's.
-template <class T, int... kLane>
-DETATTN_INLINE Vec<T> advance(Vec<T> v, int half, std::integer_sequence<int, kLane...>) {
-  return __builtin_shuffle(v, IntVec<T>{((kLane + half) % kLanes<T>)...});
+// Lane i of the first half of the lanes joined with lane i + half, until one is left.
+template <class T, int kHalf, class Join, int... kLane>
+DETATTN_INLINE T fold_lanes(Vec<T> v, const Join& join, std::integer_sequence<int, kLane...> lanes) {
+  v = join(v, __builtin_shufflevector(v, v, ((kLane + kHalf) % kLanes<T>)...));
+  if constexpr (kHalf > 1) return fold_lanes<T, kHalf / 2>(v, join, lanes);
+  return v[0];
 }
 template <class T, class Join>
 DETATTN_INLINE T fold_tree(Vec<T> (&partial)[kTreeVectors<T>], const Join& join) {
@@ -323,12 +328,7 @@ DETATTN_INLINE T fold_tree(Vec<T> (&partial)[kTreeVectors<T>], const Join& join)
 #pragma GCC unroll 4
     for (int i = 0; i < half; ++i) partial[i] = join(partial[i], partial[i + half]);
   }
-  Vec<T> v = partial[0];
-#pragma GCC unroll 4
-  for (int half = kLanes<T> / 2; half > 0; half /= 2) {
-    v = join(v, advance<T>(v, half, std::make_integer_sequence<int, kLanes<T>>()));
-  }
-  return v[0];
+  return fold_lanes<T, kLanes<T> / 2>(partial[0], join, std::make_integer_sequence<int, kLanes<T>>());
 }
 template <class T>
 DETATTN_INLINE T tree_sum(Vec<T> (&partial)[kTreeVectors<T>]) {
@@ -343,8 +343,8 @@ DETATTN_INLINE T tree_max(Vec<T> (&partial)[kTreeVectors<T>]) {
 template <class T, int kHalf, int... kLane>
 DETATTN_INLINE void exchange(Vec<T>& a, Vec<T>& b, std::integer_sequence<int, kLane...>) {
   constexpr int n = kLanes<T>;
-  const Vec<T> low = __builtin_shuffle(a, b, IntVec<T>{((kLane & kHalf) ? n + kLane - kHalf : kLane)...});
-  b = __builtin_shuffle(a, b, IntVec<T>{((kLane & kHalf) ? n + kLane : kLane + kHalf)...});
+  const Vec<T> low = __builtin_shufflevector(a, b, ((kLane & kHalf) ? n + kLane - kHalf : kLane)...);
+  b = __builtin_shufflevector(a, b, ((kLane & kHalf) ? n + kLane : kLane + kHalf)...);
   a = low;
 }
 template <class T, int kHalf = kLanes<T> / 2>

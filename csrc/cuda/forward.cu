@@ -11,7 +11,7 @@ namespace detattn {
 namespace {
 
 constexpr int kDriverErrors = 10000;  // + CUresult
-enum Error : int { kDtype = 20001, kHeadDim, kScale, kGroup, kNoDriverEntry };
+enum Error : int { kDtype = 20001, kHeadDim, kScale, kGroup, kLength, kWork, kNoDriverEntry };
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -53,9 +53,57 @@ bool addressable(const Rows& r, const Extents& n) {
          stride_ok(r.head, n.heads, true) && stride_ok(r.batch, n.batch, true);
 }
 
+// Up to this many sequences every warp counts the work itself instead of waiting for a plan.
+constexpr int kMostScanned = 96;
+
+// Which kernels a call may need, and bounds for them. A sequence goes to decode when it has few packed rows.
+struct Work {
+  bool prefill, decode, plan;
+  int64_t most_rows;     // packed rows of a sequence in decode
+  int64_t max_chunks;    // of a sequence in decode
+  int64_t row_tiles;     // decode tiles of 8 rows, all sequences and key heads
+  int64_t decode_items;  // row tiles x chunks
+};
+// Chunks that `span` consecutive keys among the first `keys` can touch: the first chunks are the shortest.
+int64_t most_chunks(int64_t keys, int64_t span) {
+  return std::min(chunk_count(keys), span / kChunks.step[0].keys + 2);
+}
+Work plan_work(const FwdParams& p) {
+  Work w = {};
+  const int64_t group = p.heads_q / p.heads_kv, few = kDecodeMaxRows / group;  // queries of a decoded sequence
+  w.decode = few > 0 && (p.cu_seqlens_q || p.seqlen_q <= few);
+  // Two queries a sequence on average: decode alone, even if one of the sequences has many.
+  const bool all_few = p.cu_seqlens_q && few > 0 && p.seqlen_q <= std::max(few, int64_t{2} * p.batch);
+  w.prefill = p.cu_seqlens_q ? !all_few : !w.decode;
+  w.most_rows = all_few ? INT64_MAX : kDecodeMaxRows;
+  w.plan = p.cu_seqlens_q && (w.prefill || p.batch >= kMostScanned);
+  if (!w.decode) return w;
+  const int64_t queries = all_few ? p.seqlen_q : std::min(few, p.seqlen_q);
+  const bool bounded = p.mask.left >= 0 && p.mask.right >= 0;
+  const int64_t span = bounded ? std::min(p.mask.left, p.seqlen_k) + std::min(p.mask.right, p.seqlen_k) + queries : p.seqlen_k;
+  w.max_chunks = std::max<int64_t>(1, most_chunks(p.seqlen_k, span));
+  if (p.cu_seqlens_q) {
+    // A sequence has at most 1 + rows / 8 tiles.
+    const int64_t sequences = std::min<int64_t>(int64_t{p.batch} + 1, p.seqlen_q);
+    const int64_t most_tiles = all_few ? ceil_div(p.seqlen_q * group, kDecodeRows) : kDecodeMaxRows / kDecodeRows;
+    w.row_tiles = p.heads_kv * std::min(sequences * most_tiles, sequences + p.seqlen_q * group / kDecodeRows);
+    w.decode_items = w.row_tiles * w.max_chunks;
+    // Packed keys: the sequences share them.
+    if (p.cu_seqlens_k) {
+      const int64_t chunks = p.seqlen_k / kChunks.step[0].keys + sequences;
+      w.decode_items = std::min(w.decode_items, p.heads_kv * most_tiles * chunks);
+    }
+  } else {
+    w.row_tiles = int64_t{p.batch} * p.heads_kv * ceil_div(p.seqlen_q * group, kDecodeRows);
+    w.decode_items = w.row_tiles * w.max_chunks;
+  }
+  return w;
+}
+
 // Byte offsets of the parts of the workspace.
 struct Workspace {
-  size_t ticket, spans, key_bits, totals, order, tile_begin, q, k, v, bytes;
+  size_t ticket, spans, key_bits, totals, order, tile_begin, decode_begin, decode_rows_begin, partial_out, partial_ml, q, k, v;
+  size_t bytes;
   int64_t key_words;
 };
 Workspace lay_out(const FwdParams& p, int sms) {
@@ -72,12 +120,20 @@ Workspace lay_out(const FwdParams& p, int sms) {
     w.key_bits = take(p.batch * w.key_words * sizeof(uint32_t));
   }
   const int dim = instance_dim(p.head_dim);
-  const size_t rest = dim / 8 - fwd_tile(dim, p.softcap > 0).shared_total;
-  if (rest > 0) w.totals = take(sms * rest * 128 * kConsumerGroups * sizeof(float4));
-  if (p.cu_seqlens_q) {
+  const FwdTile tile = fwd_tile(dim, p.softcap > 0);
+  const size_t rest = dim / 8 - tile.shared_total;
+  if (rest > 0) w.totals = take(sms * rest * 128 * tile.groups * sizeof(float4));
+  const Work work = plan_work(p);
+  if (work.plan) {
     const size_t sequences = static_cast<size_t>(p.batch) + 1;
     w.order = take(sequences * sizeof(int32_t));
     w.tile_begin = take((sequences + 1) * sizeof(int64_t));
+    w.decode_begin = take((sequences + 1) * sizeof(int64_t));
+    w.decode_rows_begin = take((sequences + 1) * sizeof(int64_t));
+  }
+  if (work.decode && work.max_chunks > 1) {
+    w.partial_out = take(work.decode_items * kDecodeRows * dim * sizeof(float));
+    w.partial_ml = take(work.decode_items * kDecodeRows * 2 * sizeof(float));
   }
   if (!addressable(p.q, query_extents(p))) w.q = take(query_extents(p).elements(p.head_dim) * 2);
   if (!addressable(p.k, key_extents(p))) w.k = take(key_extents(p).elements(p.head_dim) * 2);
@@ -124,6 +180,8 @@ int check(const FwdParams& p) {
   if (p.head_dim <= 0 || p.head_dim % 8 != 0 || p.head_dim > kMaxHeadDim) return kHeadDim;
   if (!(p.scale > 0) || !std::isfinite(p.scale)) return kScale;
   if (p.heads_kv <= 0 || p.heads_q % p.heads_kv != 0) return kGroup;
+  constexpr int64_t kLongest = (int64_t{1} << 31) - 4096;  // rows are 32-bit coordinates of the copy engine
+  if (p.seqlen_q > kLongest || p.seqlen_k > kLongest) return kLength;
   return 0;
 }
 
@@ -207,19 +265,31 @@ int cuda_forward(const FwdParams& p, void* workspace, void* stream_handle, int, 
     args.key_words = w.key_words;
     if (const cudaError_t e = launch_scan_mask(p, spans, bits, w.key_words, stream)) return e;
   }
-  int64_t ctas;
-  if (p.cu_seqlens_q) {
-    auto* const order = reinterpret_cast<int32_t*>(scratch + w.order);
-    auto* const tile_begin = reinterpret_cast<int64_t*>(scratch + w.tile_begin);
-    args.sequences = p.batch + 1;
-    args.order = order;
-    args.tile_begin = tile_begin;
+  const Work work = plan_work(p);
+  constexpr int64_t kMostWork = (int64_t{1} << 31) - 1;
+  if (work.decode_items > kMostWork || work.row_tiles * kDecodeRows * 2 > kMostWork) return kWork;
+  args.tile_rows = fwd_tile(dim, p.softcap > 0).rows();
+  args.partial_out = reinterpret_cast<float*>(scratch + w.partial_out);
+  args.partial_ml = reinterpret_cast<float*>(scratch + w.partial_ml);
+  int64_t ctas = 0;
+  args.decode_most_rows = work.most_rows;
+  if (p.cu_seqlens_q) args.sequences = p.batch + 1;
+  if (work.plan) {
+    const PlanArrays plan = {reinterpret_cast<int32_t*>(scratch + w.order),
+                             reinterpret_cast<int64_t*>(scratch + w.tile_begin),
+                             reinterpret_cast<int64_t*>(scratch + w.decode_begin),
+                             reinterpret_cast<int64_t*>(scratch + w.decode_rows_begin), ticket};
+    args.order = plan.order;
+    args.tile_begin = plan.tile_begin;
+    args.decode_begin = plan.decode_begin;
+    args.decode_rows_begin = plan.decode_rows_begin;
     args.ticket = ticket;
-    if (const cudaError_t e = launch_plan(args, order, tile_begin, ticket, stream)) return e;
-    ctas = std::min<int64_t>(sms, (p.seqlen_q / kTileRows + args.sequences) * p.heads_q);
-  } else {
-    args.tiles_per_head = static_cast<int32_t>(ceil_div(p.seqlen_q, kTileRows));
+    if (const cudaError_t e = launch_plan(args, plan, stream)) return e;
+    ctas = std::min<int64_t>(sms, (p.seqlen_q / args.tile_rows + args.sequences) * p.heads_q);
+  } else if (work.prefill) {
+    args.tiles_per_head = static_cast<int32_t>(ceil_div(p.seqlen_q, args.tile_rows));
     args.tiles = int64_t{args.tiles_per_head} * p.batch * p.heads_q;
+    if (args.tiles > kMostWork) return kWork;
     const int64_t fit = kSectionBytes / ((p.seqlen_k + 1) * dim * 4);
     const int64_t heads = int64_t{p.batch} * p.heads_kv;
     args.heads_per_section = static_cast<int32_t>(std::clamp<int64_t>(fit, 1, heads) * args.group);
@@ -229,7 +299,34 @@ int cuda_forward(const FwdParams& p, void* workspace, void* stream_handle, int, 
       if (const cudaError_t e = cudaMemsetAsync(ticket, 0, sizeof(uint32_t), stream)) return e;
     }
   }
-  return instance_of(p.head_dim).forward[p.dtype == DType::kBFloat16][p.softcap > 0](args, static_cast<int>(ctas), stream);
+  const Instance& instance = instance_of(p.head_dim);
+  const int bf16 = p.dtype == DType::kBFloat16, softcap = p.softcap > 0;
+  if (work.prefill) {
+    if (const cudaError_t e = instance.forward[bf16][softcap](args, static_cast<int>(ctas), stream)) return e;
+  }
+  if (work.decode) {
+    args.row_tiles = static_cast<int32_t>(work.row_tiles / p.heads_kv / (p.cu_seqlens_q ? 1 : p.batch));
+    args.max_chunks = static_cast<int32_t>(work.max_chunks);
+    args.decode_items = work.decode_items;
+    // Two CTAs share a multiprocessor where there is work for both, with steps of 256 keys; otherwise one takes a longer
+    // ring and steps of 512 keys.
+    constexpr int kShared = 232448, kSharedOfTwo = 115712;
+    const auto& shared = instance.decode_shared;
+    const int block = block_keys(dim);
+    const auto buffers = [&](int bytes, int keys) {
+      return std::min((bytes - shared.fixed - keys / block * shared.step_block) / shared.buffer, 12);
+    };
+    const bool two = work.decode_items > sms && buffers(kSharedOfTwo, 256) >= 3;
+    args.decode_step = (two ? 256 : 512) / block;
+    args.decode_buffers = two ? buffers(kSharedOfTwo, 256) : buffers(kShared, 512);
+    const int64_t most = p.cu_seqlens_q ? int64_t{sms} * (two ? 2 : 1) : int64_t{1} << 30;
+    const int decode_ctas = static_cast<int>(std::min(work.decode_items, most));
+    if (const cudaError_t e = instance.decode[bf16][softcap](args, decode_ctas, stream)) return e;
+    if (work.max_chunks > 1) {
+      if (const cudaError_t e = launch_combine(args, p.dtype, dim, work.row_tiles, sms, stream)) return e;
+    }
+  }
+  return 0;
 }
 
 const char* cuda_error_text(int code) {
@@ -244,6 +341,10 @@ const char* cuda_error_text(int code) {
       return "the scale must be positive and finite";
     case kGroup:
       return "the query heads must be a multiple of the key heads";
+    case kLength:
+      return "a tensor holds more than 2^31 rows";
+    case kWork:
+      return "the call needs more than 2^31 work items";
     case kNoDriverEntry:
       return "the driver has no cuTensorMapEncodeTiled (CUDA 12 or later is needed)";
     default:

@@ -18,14 +18,14 @@ struct FwdConsumer {
   const int thread = threadIdx.x & 127, lane = thread & 31, warp = thread >> 5;
   const int row0 = warp * 16 + (lane >> 2);  // this thread's rows in the group: row0, row0 + 8
   const num::Scaling scaling{p.kappa, p.scale, p.cap};
-  const RingBarriers<L::kStages> bar_k{base + L::kBarrierK}, bar_v{base + L::kBarrierV};
+  const RingBarriers<L::kBuffers> bars{base + L::kBarriers};
   const RingBarriers<1> bar_q{base + L::kBarrierQ + group * RingBarriers<1>::kBytes};
   const uint32_t q_tile = base + L::kQ + group * L::kQBytes, staging = base + L::kTotals + group * L::kGroupTotals;
   const uint64_t desc_q = ptx::descriptor(q_tile, 16, 1024);
-  const uint64_t desc_k = ptx::descriptor(base + L::kK, 16, 1024);           // K-major
-  const uint64_t desc_v = ptx::descriptor(base + L::kV, L::kPanelKV, 1024);  // N-major
+  const uint64_t desc_k = ptx::descriptor(base + L::kKV, 16, 1024);           // K-major
+  const uint64_t desc_v = ptx::descriptor(base + L::kKV, L::kPanelKV, 1024);  // N-major
   float4* const totals = reinterpret_cast<float4*>(shared + L::kTotals + group * L::kGroupTotals) + thread;
-  float4* const totals_rest = p.totals + static_cast<int64_t>(blockIdx.x) * (kHeadDim / 8 - L::kTile.shared_total) * 256 +
+  float4* const totals_rest = p.totals + static_cast<int64_t>(blockIdx.x) * (kHeadDim / 8 - L::kTile.shared_total) * (128 * L::kGroups) +
                               group * 128 + thread;
 
   float o[kOut], s[kScores];
@@ -36,7 +36,7 @@ struct FwdConsumer {
   float total_m[2], total_l[2];
   float shift[2], alpha[2];  // reference * kappa; weight of the state before the last block
   int merged;                // chunks in the total
-  Ring<L::kStages> ring_k, ring_v;
+  Ring<L::kBuffers> ring;  // the next block of K or V, in the order K0 K1 V0 K2 V1 ...
 
   // The tile.
   int slot = 0;  // its info
@@ -47,19 +47,16 @@ struct FwdConsumer {
     return *reinterpret_cast<const TileInfo*>(shared + L::kInfo + slot * L::kInfoBytes);
   }
 
-  DETATTN_DEV void sync_group() { ptx::bar_sync(kGroup0 + group, 128); }
-  DETATTN_DEV void free_k() {
-    if (lane == 0) ptx::mbar_arrive(bar_k.empty(ring_k.stage()));
-    ring_k.advance();
-  }
-  DETATTN_DEV void free_v() {
-    if (lane == 0) ptx::mbar_arrive(bar_v.empty(ring_v.stage()));
-    ring_v.advance();
+  DETATTN_DEV void sync_group() { ptx::bar_sync(kGroup + group, 128); }
+  DETATTN_DEV void wait_turn() { ptx::bar_sync(kOrder + group, 256); }
+  DETATTN_DEV void pass_turn() { ptx::bar_arrive(kOrder + (group + 1 < L::kGroups ? group + 1 : 0), 256); }
+  DETATTN_DEV void free_buffer(const Ring<L::kBuffers>& r) {
+    if (lane == 0) ptx::mbar_arrive(bars.empty(r.stage()));
   }
 
-  // S = Q K^T of the next block.
+  // S = Q K^T of the block at `ring`.
   DETATTN_DEV void issue_qk() {
-    const uint64_t b = desc_k + static_cast<uint64_t>(ring_k.stage() * (L::kKVBytes >> 4));
+    const uint64_t b = desc_k + static_cast<uint64_t>(ring.stage() * (L::kKVBytes >> 4));
 #pragma unroll
     for (int k = 0; k < kStepsQK; ++k) {
       const uint64_t bk = b + (k >> 2) * (L::kPanelKV >> 4) + (k & 3) * 2;
@@ -72,9 +69,9 @@ struct FwdConsumer {
     ptx::wgmma_commit();
   }
 
-  // O (+)= P V of the block before.
+  // O (+)= P V of the block at `ring`.
   DETATTN_DEV void issue_pv(int accumulate) {
-    const uint64_t b = desc_v + static_cast<uint64_t>(ring_v.stage() * (L::kKVBytes >> 4));
+    const uint64_t b = desc_v + static_cast<uint64_t>(ring.stage() * (L::kKVBytes >> 4));
 #pragma unroll
     for (int k = 0; k < kStepsPV; ++k) {
       MmaPV::template rs<1>(o, pr[4 * k], pr[4 * k + 1], pr[4 * k + 2], pr[4 * k + 3], b + k * 128,
@@ -84,9 +81,9 @@ struct FwdConsumer {
   }
 
   // Keys of V that no row of the tile sees may hold anything, and 0 * NaN is NaN: they become zeros.
-  DETATTN_DEV void clean_v(int block) {
+  DETATTN_DEV void clean_v(const Ring<L::kBuffers>& v, int block) {
     const int key = block * kBlock, from = max(info().begin - key, 0), to = min(info().end - key, kBlock);
-    const uint32_t tile = base + L::kV + ring_v.stage() * L::kKVBytes;
+    const uint32_t tile = base + L::kKV + v.stage() * L::kKVBytes;
     const int dirty = from + kBlock - to;
     for (int i = thread; i < dirty * L::kPanels * 8; i += 128) {
       const int row = i / (L::kPanels * 8), piece = i - row * (L::kPanels * 8);
@@ -97,21 +94,24 @@ struct FwdConsumer {
     sync_group();
   }
 
-  // Bits [from, to) of the 32 keys of a word.
-  DETATTN_DEV static uint32_t bits_below(int n) { return n >= 32 ? 0xffffffffu : (1u << max(n, 0)) - 1; }
-
+  // One bit a key, a word at a time: the keys that a row sees.
   DETATTN_DEV void mask(int block) {
     const TileInfo& x = info();
-    const int row = x.row + group * kRowsPerGroup + row0;
-    const uint32_t* const bits = x.holes ? p.key_bits + x.batch * p.key_words + block * (kBlock / 32) : nullptr;
+    const int row = group * kRowsPerGroup + row0;
+    uint32_t valid[kBlock / 32];
+#pragma unroll
+    for (int w = 0; w < kBlock / 32; ++w) valid[w] = 0xffffffff;
+    if (x.holes) {
+#pragma unroll
+      for (int w = 0; w < kBlock / 32; ++w) valid[w] = p.key_bits[x.batch * p.key_words + block * (kBlock / 32) + w];
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int low = x.limits.first(row + 8 * r) - block * kBlock, high = x.limits.past(row + 8 * r) - block * kBlock;
 #pragma unroll
       for (int w = 0; w < kBlock / 32; ++w) {
-        uint32_t seen = bits_below(high - 32 * w) & ~bits_below(low - 32 * w);
-        if (bits) seen &= bits[w];
-        seen >>= 2 * (lane & 3);
+        const int from = max(low - 32 * w, 0), count = max(high - 32 * w - from, 0);
+        const uint32_t seen = (ptx::bit_mask(from, count) & valid[w]) >> (2 * (lane & 3));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
@@ -162,7 +162,7 @@ struct FwdConsumer {
 
   // A factor of exactly 1 changes nothing, so skipping it keeps the bits.
   DETATTN_DEV void rescale() {
-    if (__any_sync(0xffffffff, alpha[0] != 1.f || alpha[1] != 1.f)) {
+    if (__any_sync(0xffffffff, alpha[0] != 1.f || alpha[1] != 1.f)) [[unlikely]] {
 #pragma unroll
       for (int i = 0; i < kOut / 4; ++i) {
         o[4 * i] = __fmul_rn(o[4 * i], alpha[0]);
@@ -191,7 +191,7 @@ struct FwdConsumer {
   }
   DETATTN_DEV float4* total(int i) {
     if (i < L::kTile.shared_total) return totals + i * 128;
-    return totals_rest + (i - L::kTile.shared_total) * 256;
+    return totals_rest + (i - L::kTile.shared_total) * (128 * L::kGroups);
   }
 
   // The finished chunk (o, chunk_m, chunk_l) joins the total; after the last one the total is left in o.
@@ -239,25 +239,27 @@ struct FwdConsumer {
   // softmax of block j.
   template <bool kMasked>
   DETATTN_DEV void step(int j) {
-    bar_k.wait_full(ring_k);
-    ptx::bar_sync(kOrderGroup0 + group, 256);
+    bars.wait_full(ring);
+    wait_turn();
     ptx::wgmma_fence();
     issue_qk();
-    if (pending) {
+    const Ring<L::kBuffers> k = ring;
+    ring.advance();
+    if (pending) [[unlikely]] {
       merge(false);
     } else {
       rescale();
     }
-    bar_v.wait_full(ring_v);
+    bars.wait_full(ring);
     ptx::wgmma_fence();
     issue_pv(!pending && j - 1 != first);
-    ptx::bar_arrive(kOrderGroup0 + (group ^ 1), 256);
+    pass_turn();
     ptx::wgmma_wait<1>(s);
-    free_k();
+    free_buffer(k);
     if constexpr (kSoftcap) cap_scores();
     if constexpr (kMasked) mask(j);
     pending = j == next;
-    if (pending) {
+    if (pending) [[unlikely]] {
       finish_chunk();
       fresh_state();
       next = chunk_end(j * kBlock) / kBlock;
@@ -265,7 +267,8 @@ struct FwdConsumer {
     softmax();
     ptx::hold_until_ready(l[0] + l[1]);
     ptx::wgmma_wait<0>(o);
-    free_v();
+    free_buffer(ring);
+    ring.advance();
     round_p();
   }
 
@@ -288,16 +291,17 @@ struct FwdConsumer {
 
   // All blocks of the tile; leaves the merged row in o, total_m, total_l.
   DETATTN_DEV void attend() {
-    bar_k.wait_full(ring_k);
-    ptx::bar_sync(kOrderGroup0 + group, 256);
+    bars.wait_full(ring);
+    wait_turn();
     ptx::wgmma_fence();
     issue_qk();
-    ptx::bar_arrive(kOrderGroup0 + (group ^ 1), 256);
+    pass_turn();
     // The output of the tile before must have left the staging memory before totals overwrite it.
     if (thread == 0) ptx::tma_store_wait_read();
     sync_group();
     ptx::wgmma_wait<0>(s);
-    free_k();
+    free_buffer(ring);
+    ring.advance();
     if constexpr (L::kTile.q_in_registers) free_q();
     if constexpr (kSoftcap) cap_scores();
     if (first < plain_first || first >= plain_last) mask(first);
@@ -310,8 +314,10 @@ struct FwdConsumer {
     next = chunk_end(first * kBlock) / kBlock;
     pending = false;
     if (info().begin > first * kBlock) {
-      bar_v.wait_full(ring_v);
-      clean_v(first);
+      Ring<L::kBuffers> v = ring;
+      if (first + 1 < last) v.advance();
+      bars.wait_full(v);
+      clean_v(v, first);
     }
 
     const int plain_end = min(plain_last, last);
@@ -331,12 +337,13 @@ struct FwdConsumer {
     } else {
       rescale();
     }
-    bar_v.wait_full(ring_v);
-    if (info().tail && info().end < last * kBlock) clean_v(last - 1);
+    bars.wait_full(ring);
+    if (info().tail && info().end < last * kBlock) clean_v(ring, last - 1);
     ptx::wgmma_fence();
     issue_pv(!pending && last - 1 != first);
     ptx::wgmma_wait<0>(o);
-    free_v();
+    free_buffer(ring);
+    ring.advance();
     finish_chunk();
     merge(true);
   }
@@ -425,7 +432,7 @@ struct FwdConsumer {
 
   DETATTN_DEV void run() {
     uint32_t phase = 0;
-    if (group == 1) ptx::bar_arrive(kOrderGroup0, 256);
+    if (group == L::kGroups - 1) pass_turn();
     for (;; slot = slot + 1 < kTileSlots ? slot + 1 : 0, phase ^= 1) {
       ptx::mbar_wait(bar_q.full(0), phase);
       if (info().batch < 0) break;

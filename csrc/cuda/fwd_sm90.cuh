@@ -1,5 +1,5 @@
-// Prefill on sm_90a. A persistent CTA takes tiles of 128 query rows: one warp drives the copy engine, two warpgroups of
-// 64 rows each run the products and the softmax. Chunk totals stay in shared memory and are touched once a chunk.
+// Prefill on sm_90a. A persistent CTA takes tiles of query rows: one warp drives the copy engine, warpgroups of 64 rows
+// each run the products and the softmax. Chunk totals stay in shared memory and are touched once a chunk.
 #pragma once
 
 #include "pipeline.cuh"
@@ -23,26 +23,27 @@ struct TileInfo {
   int32_t begin, end;   // relative keys that some row of the tile sees
   int32_t tail;         // memory past `end` exists and may hold anything
   int32_t holes;
-  int32_t plain_first[kConsumerGroups], plain_last[kConsumerGroups];  // blocks that need no mask in a group
+  int32_t plain_first[3], plain_last[3];  // blocks that need no mask in a group
 };
 
 template <int kHeadDim, bool kSoftcap>
 struct FwdLayout {
   static constexpr FwdTile kTile = fwd_tile(kHeadDim, kSoftcap);
-  static constexpr int kBlock = block_keys(kHeadDim), kPanels = (kHeadDim + 63) / 64, kStages = kTile.stages;
+  static constexpr int kGroups = kTile.groups, kRows = kTile.rows(), kThreads = 128 * (1 + kGroups);
+  static constexpr int kBlock = block_keys(kHeadDim), kPanels = (kHeadDim + 63) / 64, kBuffers = kTile.buffers;
   static constexpr uint32_t kPanelQ = kRowsPerGroup * 128, kPanelKV = kBlock * 128;  // 64 columns are 128 bytes
   static constexpr uint32_t kQBytes = kPanels * kPanelQ, kKVBytes = kPanels * kPanelKV;
   static constexpr uint32_t kGroupTotals = kTile.shared_total * 128 * 16;
-  static constexpr uint32_t kQ = 0, kK = kQ + kConsumerGroups * kQBytes, kV = kK + kStages * kKVBytes;
-  static constexpr uint32_t kTotals = kV + kStages * kKVBytes, kBarriers = kTotals + kConsumerGroups * kGroupTotals;
-  static constexpr uint32_t kBarrierK = kBarriers, kBarrierV = kBarrierK + RingBarriers<kStages>::kBytes;
-  static constexpr uint32_t kBarrierQ = kBarrierV + RingBarriers<kStages>::kBytes;
-  static constexpr uint32_t kInfo = kBarrierQ + kConsumerGroups * RingBarriers<1>::kBytes;
+  static constexpr uint32_t kQ = 0, kKV = kQ + kGroups * kQBytes, kTotals = kKV + kBuffers * kKVBytes;
+  static constexpr uint32_t kBarriers = kTotals + kGroups * kGroupTotals;
+  static constexpr uint32_t kBarrierQ = kBarriers + RingBarriers<kBuffers>::kBytes;
+  static constexpr uint32_t kInfo = kBarrierQ + kGroups * RingBarriers<1>::kBytes;
   static constexpr uint32_t kInfoBytes = (sizeof(TileInfo) + 15) / 16 * 16;
   static constexpr uint32_t kBytes = kInfo + kTileSlots * kInfoBytes;
   static_assert(kInfo % 16 == 0 && kBytes <= 232448, "shared memory of one CTA");
   static_assert(kTile.staged_panels * kPanelQ <= kGroupTotals && kPanels % kTile.staged_panels == 0);
   static_assert(kTile.shared_total <= kHeadDim / 8);
+  static_assert((kTile.producer_registers + kGroups * kTile.consumer_registers) * 128 <= 65536);
 };
 
 // One warp: walks the tiles, loads Q, K and V.
@@ -53,8 +54,8 @@ struct FwdProducer {
   unsigned char* const shared;
   const uint32_t base = ptx::shared_address(shared);
   const int lane = threadIdx.x & 31;
-  const RingBarriers<L::kStages> bar_k{base + L::kBarrierK}, bar_v{base + L::kBarrierV};
-  Ring<L::kStages> ring_k, ring_v;
+  const RingBarriers<L::kBuffers> bars{base + L::kBarriers};
+  Ring<L::kBuffers> ring;
   int rank = -1;  // varlen: the sequence of the last tile, and its tiles
   int64_t rank_begin = 0, rank_end = 0;
   SequenceView view;
@@ -74,7 +75,7 @@ struct FwdProducer {
       in_sequence = static_cast<uint32_t>(t - rank_begin);
       heads = p.heads_q;
       sequence = p.order[rank];
-      per_head = static_cast<uint32_t>((view.sequence.queries + kTileRows - 1) / kTileRows);
+      per_head = static_cast<uint32_t>((view.sequence.queries + L::kRows - 1) / L::kRows);
       const uint32_t fit = static_cast<uint32_t>(kSectionBytes / (4 * kHeadDim)) /
                            (static_cast<uint32_t>(view.sequence.keys) + 1);
       section_heads = min(max(fit, 1u), static_cast<uint32_t>(p.heads_kv)) * p.group;
@@ -91,35 +92,34 @@ struct FwdProducer {
     x.k_row = view.k_row + static_cast<int>(view.sequence.valid.begin);
     x.k_batch = view.k_batch;
     x.head_kv = head / p.group;
-    x.limits = row_limits(p.mask, view.sequence);
-    x.batch = sequence;
+        x.batch = sequence;
     x.head = head;
     x.queries = static_cast<int>(view.sequence.queries);
-    x.row = (per_head - 1 - m) * kTileRows;
+    x.row = (per_head - 1 - m) * L::kRows;
     x.q_row = view.q_row;
     x.q_batch = view.q_batch;
     x.holes = view.holes;
-    x.begin = x.limits.first(x.row);
-    x.end = x.limits.past(min(x.row + kTileRows, x.queries) - 1);
+    x.limits = row_limits(p.mask, view.sequence, x.row);
+    x.begin = x.limits.first(0);
+    x.end = x.limits.past(min(L::kRows, x.queries - x.row) - 1);
     if (x.end <= x.begin) x.begin = x.end = 0;
     x.first = x.begin / L::kBlock;
     x.last = (x.end + L::kBlock - 1) / L::kBlock;
     // The copy engine reads zeros past the end of a dense tensor.
     x.tail = p.cu_seqlens_k || p.block_table || view.sequence.valid.begin + x.end < p.seqlen_k;
 #pragma unroll
-    for (int g = 0; g < kConsumerGroups; ++g) {
-      const int row = x.row + g * kRowsPerGroup, last_row = max(row, min(row + kRowsPerGroup, x.queries) - 1);
+    for (int g = 0; g < L::kGroups; ++g) {
+      const int row = g * kRowsPerGroup, last_row = max(row, min(row + kRowsPerGroup, x.queries - x.row) - 1);
       x.plain_first[g] = (x.limits.first(last_row) + L::kBlock - 1) / L::kBlock;
-      x.plain_last[g] = x.holes ? 0 : x.limits.past(row) / L::kBlock;
+      x.plain_last[g] = x.holes ? 0 : max(x.limits.past(row), 0) / L::kBlock;
     }
     if (lane == 0) slot = x;
     __syncwarp();
   }
 
-  DETATTN_DEV void load_block(const TensorView& t, const RingBarriers<L::kStages>& bars, Ring<L::kStages>& ring,
-                              uint32_t buffers, const TileInfo& x, int block) {
+  DETATTN_DEV void load_block(const TensorView& t, const TileInfo& x, int block) {
     bars.wait_empty(ring);
-    const uint32_t bar = bars.full(ring.stage()), dst = buffers + ring.stage() * L::kKVBytes;
+    const uint32_t bar = bars.full(ring.stage()), dst = base + L::kKV + ring.stage() * L::kKVBytes;
     const int key = block * L::kBlock, head = x.head_kv * t.head_step;
     if (!p.block_table) {
       if (lane == 0) {
@@ -149,9 +149,9 @@ struct FwdProducer {
     return RingBarriers<1>{base + L::kBarrierQ + g * RingBarriers<1>::kBytes};
   }
 
-  DETATTN_DEV void load_q(const TileInfo& x, Ring<1>& ring) {
-    for (int g = 0; g < kConsumerGroups; ++g) {
-      bar_q(g).wait_empty(ring);
+  DETATTN_DEV void load_q(const TileInfo& x, Ring<1>& ring_q) {
+    for (int g = 0; g < L::kGroups; ++g) {
+      bar_q(g).wait_empty(ring_q);
       if (lane == 0) {
         const uint32_t bar = bar_q(g).full(0), dst = base + L::kQ + g * L::kQBytes;
         ptx::mbar_expect_tx(bar, L::kQBytes);
@@ -162,7 +162,7 @@ struct FwdProducer {
         }
       }
     }
-    ring.advance();
+    ring_q.advance();
   }
 
   DETATTN_DEV void run() {
@@ -181,9 +181,9 @@ struct FwdProducer {
     for (;;) {
       const TileInfo& x = info(slot);
       for (int j = first; j <= last; ++j) {
-        if (j < last) load_block(p.k, bar_k, ring_k, base + L::kK, x, j);
+        if (j < last) load_block(p.k, x, j);
         if (live && j == first) load_q(x, ring_q);
-        if (j > first) load_block(p.v, bar_v, ring_v, base + L::kV, x, j - 1);
+        if (j > first) load_block(p.v, x, j - 1);
         if (j == min(first + 1, last)) {
           if (live) {
             t += gridDim.x;
@@ -199,7 +199,7 @@ struct FwdProducer {
       first = info(slot).first;
       last = info(slot).last;
     }
-    for (int g = 0; g < kConsumerGroups; ++g) {
+    for (int g = 0; g < L::kGroups; ++g) {
       bar_q(g).wait_empty(ring_q);
       if (lane == 0) {
         info(slot).batch = -1;
@@ -213,15 +213,15 @@ template <typename Element, int kHeadDim, bool kSoftcap>
 struct FwdConsumer;
 
 template <typename Element, int kHeadDim, bool kSoftcap>
-__global__ void __launch_bounds__(kFwdThreads, 1) fwd_kernel(const __grid_constant__ FwdArgs p) {
+__global__ void __launch_bounds__(FwdLayout<kHeadDim, kSoftcap>::kThreads, 1)
+    fwd_kernel(const __grid_constant__ FwdArgs p) {
   using L = FwdLayout<kHeadDim, kSoftcap>;
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t base = ptx::shared_address(shared);
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
-    RingBarriers<L::kStages>{base + L::kBarrierK}.init(4 * kConsumerGroups);
-    RingBarriers<L::kStages>{base + L::kBarrierV}.init(4 * kConsumerGroups);
-    for (int g = 0; g < kConsumerGroups; ++g) {
+    RingBarriers<L::kBuffers>{base + L::kBarriers}.init(4 * L::kGroups);
+    for (int g = 0; g < L::kGroups; ++g) {
       RingBarriers<1>{base + L::kBarrierQ + g * RingBarriers<1>::kBytes}.init(4);
     }
     ptx::fence_mbar_init();
@@ -231,14 +231,16 @@ __global__ void __launch_bounds__(kFwdThreads, 1) fwd_kernel(const __grid_consta
     ptx::tma_prefetch(&p.out.map);
   }
   __syncthreads();
+  ptx::wait_for_previous_kernel();
+  ptx::allow_next_kernel();
   if (warpgroup == 0) {
-    ptx::registers_lower<kProducerRegisters>();
+    ptx::registers_lower<L::kTile.producer_registers>();
     if (threadIdx.x < 32) {
       FwdProducer<kHeadDim, kSoftcap> producer{p, shared};
       producer.run();
     }
   } else {
-    ptx::registers_raise<kConsumerRegisters>();
+    ptx::registers_raise<L::kTile.consumer_registers>();
     FwdConsumer<Element, kHeadDim, kSoftcap> consumer{p, shared, warpgroup - 1};
     consumer.run();
   }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cuda.h>
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include "../params.h"
 #include "tiles.h"
@@ -44,30 +44,59 @@ struct FwdArgs {
   const uint32_t* key_bits;  // [batch, key_words], bit k of word w: relative key 32w + k is valid
   int64_t key_words;
   uint32_t* ticket;  // next tile of the prefill; null: there are no more tiles than CTAs
-  float4* totals;    // [CTA, total float4 of a thread that are not in shared memory, 256]
+  float4* totals;    // [CTA, total float4 of a thread that are not in shared memory, threads]
 
-  // Dense: `tiles` tiles. Varlen: the plan below, `tiles` is unused.
+  // Prefill. Dense: `tiles` tiles. Varlen: the plan below.
   int64_t tiles;
-  int32_t tiles_per_head, heads_per_section;
-  int32_t sequences;               // varlen: batch + 1; the last one owns the rows past cu_seqlens_q[batch]
-  const int32_t* order;            // [sequences], longest first
-  const int64_t* tile_begin;       // [sequences + 1], in that order
-  const int64_t* decode_begin;     // [sequences + 1], in that order: decode work items
-  const int64_t* slot_begin;       // [sequences + 1]: partial results
+  int32_t tile_rows, tiles_per_head, heads_per_section;
 
-  float *partial_out, *partial_ml;
+  // Decode. Dense: `decode_items` items, max_chunks for each of the row_tiles of a key head. Varlen: the plan.
+  int64_t decode_items;
+  int32_t row_tiles, max_chunks;
+  int32_t decode_buffers, decode_step;  // of the ring; blocks of a step
+  int64_t decode_most_rows;         // varlen: a sequence with more packed rows is prefilled
+  float *partial_out, *partial_ml;  // [item, 8, instance dim], [item, 8, 2 (reference, sum)]
+
+  int32_t sequences;  // varlen: batch + 1; the last one owns the rows past cu_seqlens_q[batch]
+  // The varlen plan, in the order of `order`, longest keys first. Null: few sequences, decode alone, no plan.
+  const int32_t* order;              // [sequences]
+  const int64_t* tile_begin;         // [sequences + 1], prefill tiles
+  const int64_t* decode_begin;       // [sequences + 1], decode items
+  const int64_t* decode_rows_begin;  // [sequences + 1], row tiles of decode
 };
 
 using FwdLauncher = cudaError_t (*)(const FwdArgs& args, int ctas, cudaStream_t stream);
 
-// One entry a head dim; the instance files define them.
+// One a head dim; the instance files define them.
 struct Instance {
   FwdLauncher forward[2][2];  // [bf16][softcap]
+  FwdLauncher decode[2][2];
+  struct {
+    int buffer, fixed, step_block;  // bytes of shared memory: a buffer of the ring, the fixed part, a block of a step
+  } decode_shared;
 };
 const Instance& instance_d64();
 const Instance& instance_d96();
 const Instance& instance_d128();
 const Instance& instance_d192();
 const Instance& instance_d256();
+
+// Launches so that the kernel may start while the one before it ends; every kernel waits for that one's writes before it
+// reads or writes global memory.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_kernel(void (*kernel)(Parameters...), int64_t ctas, int threads, size_t shared, cudaStream_t stream,
+                          const Arguments&... arguments) {
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(ctas));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
 
 }  // namespace detattn

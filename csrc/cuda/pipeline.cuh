@@ -8,7 +8,6 @@ namespace detattn {
 // Place in a ring of kStages buffers.
 template <int kStages>
 struct Ring {
-  static_assert((kStages & (kStages - 1)) == 0);
   uint32_t count = 0;
   DETATTN_DEV void advance() { ++count; }
   DETATTN_DEV uint32_t stage() const { return count % kStages; }
@@ -35,10 +34,8 @@ struct RingBarriers {
 
 // Named barriers. 0 is __syncthreads.
 enum NamedBarrier : int {
-  kOrderGroup0 = 1,  // the two warpgroups take turns on the tensor cores
-  kOrderGroup1,
-  kGroup0,  // the threads of one warpgroup
-  kGroup1,
+  kOrder = 1,  // + group: the warpgroups take turns on the tensor cores
+  kGroup = 4,  // + group: the threads of one warpgroup
 };
 
 }  // namespace detattn

@@ -21,6 +21,8 @@ DETATTN_DEV int block_reduce(int x, int* scratch, bool largest) {
 __global__ void __launch_bounds__(kThreads) scan_mask(const uint8_t* mask, int64_t mask_batch, int64_t mask_key, int keys,
                                                       KeySpan* spans, uint32_t* bits, int64_t words) {
   __shared__ int scratch[kThreads / 32];
+  ptx::wait_for_previous_kernel();
+  ptx::allow_next_kernel();
   const int b = blockIdx.x;
   const uint8_t* const row = mask + b * mask_batch;
   int first = keys, last = -1, count = 0;
@@ -82,12 +84,15 @@ DETATTN_DEV T exclusive_scan(T x, T* warp_sums, T& total) {
 }
 
 __global__ void __launch_bounds__(kPlanThreads)
-    plan_varlen(const __grid_constant__ FwdArgs p, int32_t* order, int64_t* tile_begin, uint32_t* ticket) {
+    plan_varlen(const __grid_constant__ FwdArgs p, PlanArrays plan) {
+  int32_t* const order = plan.order;
+  ptx::wait_for_previous_kernel();
+  ptx::allow_next_kernel();
   __shared__ int bucket[kBuckets];
   __shared__ int64_t warp_sums[kPlanThreads / 32];
   const int t = threadIdx.x;
   if (t < kBuckets) bucket[t] = 0;
-  if (t == 0) *ticket = 0;
+  if (t == 0) *plan.ticket = 0;
   __syncthreads();
   for (int b = t; b < p.sequences; b += kPlanThreads) {
     atomicAdd(&bucket[length_bucket(view_sequence(p, b).sequence.keys)], 1);
@@ -106,26 +111,39 @@ __global__ void __launch_bounds__(kPlanThreads)
     order[atomicAdd(&bucket[length_bucket(view_sequence(p, b).sequence.keys)], 1)] = b;
   }
   __syncthreads();
-  int64_t tiles_before = 0;
+  int64_t before[3] = {};
+  int64_t* const begins[3] = {plan.tile_begin, plan.decode_begin, plan.decode_rows_begin};
   for (int first = 0; first < p.sequences; first += kPlanThreads) {
     const int i = first + t;
-    int64_t tiles = 0;
+    int64_t counts[3] = {};  // prefill tiles, decode items, decode row tiles
     if (i < p.sequences) {
       const Sequence s = view_sequence(p, order[i]).sequence;
-      tiles = (s.queries + kTileRows - 1) / kTileRows * p.heads_q;
+      counts[2] = decode_row_tiles(p, s);
+      if (counts[2]) {
+        counts[1] = counts[2] * sequence_chunks(p.mask, s).count;
+      } else {
+        counts[0] = (s.queries + p.tile_rows - 1) / p.tile_rows * p.heads_q;
+      }
     }
-    int64_t total;
-    const int64_t at = tiles_before + exclusive_scan(tiles, warp_sums, total);
-    if (i < p.sequences) tile_begin[i] = at;
-    tiles_before += total;
+#pragma unroll
+    for (int k = 0; k < 3; ++k) {
+      int64_t total;
+      const int64_t at = before[k] + exclusive_scan(counts[k], warp_sums, total);
+      if (i < p.sequences) begins[k][i] = at;
+      before[k] += total;
+    }
   }
-  if (t == 0) tile_begin[p.sequences] = tiles_before;
+  if (t == 0) {
+    for (int k = 0; k < 3; ++k) begins[k][p.sequences] = before[k];
+  }
 }
 
 // dst: dense rows of `columns` (a multiple of 8) elements in the order of (batch, head, row).
 __global__ void __launch_bounds__(kThreads) copy_rows(const uint16_t* src, int64_t batch, int64_t head, int64_t row,
                                                       int64_t heads, int64_t rows, int64_t total, int columns,
                                                       uint16_t* dst) {
+  ptx::wait_for_previous_kernel();
+  ptx::allow_next_kernel();
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total;
        i += static_cast<int64_t>(gridDim.x) * kThreads) {
     const int64_t r = i / columns, c = i - r * columns, bh = r / rows, b = bh / heads;
@@ -136,23 +154,19 @@ __global__ void __launch_bounds__(kThreads) copy_rows(const uint16_t* src, int64
 }  // namespace
 
 cudaError_t launch_scan_mask(const FwdParams& p, KeySpan* spans, uint32_t* bits, int64_t words, cudaStream_t stream) {
-  scan_mask<<<p.batch, kThreads, 0, stream>>>(p.key_padding_mask, p.mask_batch, p.mask_key, static_cast<int>(p.seqlen_k),
-                                              spans, bits, words);
-  return cudaGetLastError();
+  return launch_kernel(scan_mask, p.batch, kThreads, 0, stream, p.key_padding_mask, p.mask_batch, p.mask_key,
+                       static_cast<int>(p.seqlen_k), spans, bits, words);
 }
 
-cudaError_t launch_plan(const FwdArgs& args, int32_t* order, int64_t* tile_begin, uint32_t* ticket,
-                        cudaStream_t stream) {
-  plan_varlen<<<1, kPlanThreads, 0, stream>>>(args, order, tile_begin, ticket);
-  return cudaGetLastError();
+cudaError_t launch_plan(const FwdArgs& args, const PlanArrays& plan, cudaStream_t stream) {
+  return launch_kernel(plan_varlen, 1, kPlanThreads, 0, stream, args, plan);
 }
 
 cudaError_t launch_copy_rows(const Rows& src, int64_t batches, int64_t heads, int64_t rows, int columns, void* dst,
                              int sms, cudaStream_t stream) {
   const int64_t total = batches * heads * rows * columns;
-  copy_rows<<<8 * sms, kThreads, 0, stream>>>(static_cast<const uint16_t*>(src.data), src.batch, src.head, src.row,
-                                              heads, rows, total, columns, static_cast<uint16_t*>(dst));
-  return cudaGetLastError();
+  return launch_kernel(copy_rows, 8 * sms, kThreads, 0, stream, static_cast<const uint16_t*>(src.data), src.batch,
+                       src.head, src.row, heads, rows, total, columns, static_cast<uint16_t*>(dst));
 }
 
 }  // namespace detattn

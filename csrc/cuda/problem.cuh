@@ -47,34 +47,92 @@ DETATTN_DEV SequenceView view_sequence(const FwdArgs& p, int b) {
   return view;
 }
 
-// visible_keys of mask.h for every row of a sequence, counted from the first valid key: query i sees the relative keys
-// [max(i + low, 0), min(i + high, end)).
+// visible_keys of mask.h for the rows of one tile, in 32 bits and counted from the first valid key: row i of the tile
+// sees the relative keys [first(i), past(i)), none if that is empty. `past` may be negative.
 struct RowLimits {
-  int64_t low, high;
-  int32_t end;
-  DETATTN_DEV int first(int i) const { return static_cast<int>(i + low > 0 ? i + low : 0); }
-  DETATTN_DEV int past(int i) const { return static_cast<int>(clamp64(i + high, 0, end)); }
+  int32_t low, high, end;
+  DETATTN_DEV int first(int i) const { return max(low + i, 0); }
+  DETATTN_DEV int past(int i) const { return min(high + i, end); }
 };
-DETATTN_DEV RowLimits row_limits(const Mask& mask, const Sequence& s) {
-  constexpr int64_t kFar = int64_t{1} << 42;
-  const int64_t shift = s.keys - s.queries - s.valid.begin;
-  return {mask.left < 0 ? -kFar : shift - mask.left, mask.right < 0 ? kFar : shift + mask.right + 1,
+DETATTN_DEV RowLimits row_limits(const Mask& mask, const Sequence& s, int row) {
+  constexpr int64_t kFar = (int64_t{1} << 31) - 1024;  // room for the rows of a tile
+  const int64_t aligned = row + s.keys - s.queries - s.valid.begin;
+  return {static_cast<int32_t>(mask.left < 0 ? -kFar : clamp64(aligned - mask.left, -kFar, kFar)),
+          static_cast<int32_t>(mask.right < 0 ? kFar : clamp64(aligned + mask.right + 1, -kFar, kFar)),
           static_cast<int32_t>(s.valid.end > s.valid.begin ? s.valid.end - s.valid.begin : 0)};
+}
+
+// The chunk schedule of contract.h for 32-bit relative keys, unrolled so that the divisions have constant divisors.
+DETATTN_DEV int chunk_of(int key) {
+  constexpr ChunkSchedule chunks = kChunks;
+  int begin = 0, index = 0, result = 0;
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < kChunkSteps; ++i) {
+    const bool last = i == kChunkSteps - 1;
+    if (!found && (last || key < chunks.step[i].end)) {
+      result = index + static_cast<int>(static_cast<unsigned>(key - begin) / static_cast<unsigned>(chunks.step[i].keys));
+      found = true;
+    }
+    if (!last) {
+      index += (static_cast<int>(chunks.step[i].end) - begin) / chunks.step[i].keys;
+      begin = static_cast<int>(chunks.step[i].end);
+    }
+  }
+  return result;
+}
+// First relative key of a chunk.
+DETATTN_DEV int chunk_start(int chunk) {
+  constexpr ChunkSchedule chunks = kChunks;
+  int begin = 0, index = 0, result = 0;
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < kChunkSteps; ++i) {
+    const bool last = i == kChunkSteps - 1;
+    const int count = last ? 0 : (static_cast<int>(chunks.step[i].end) - begin) / chunks.step[i].keys;
+    if (!found && (last || chunk < index + count)) {
+      result = begin + (chunk - index) * chunks.step[i].keys;
+      found = true;
+    }
+    if (!last) {
+      index += count;
+      begin = static_cast<int>(chunks.step[i].end);
+    }
+  }
+  return result;
 }
 
 // First relative key of the chunk after the one that holds `key`.
 DETATTN_DEV int chunk_end(int key) {
   constexpr ChunkSchedule chunks = kChunks;
-  int64_t begin = 0;
+  int begin = 0;
 #pragma unroll
   for (int i = 0; i < kChunkSteps - 1; ++i) {
-    if (key < chunks.step[i].end) {
-      return static_cast<int>(begin) + ((key - static_cast<int>(begin)) / chunks.step[i].keys + 1) * chunks.step[i].keys;
-    }
-    begin = chunks.step[i].end;
+    if (key < chunks.step[i].end) return begin + ((key - begin) / chunks.step[i].keys + 1) * chunks.step[i].keys;
+    begin = static_cast<int>(chunks.step[i].end);
   }
   const int keys = chunks.step[kChunkSteps - 1].keys;
-  return static_cast<int>(begin) + ((key - static_cast<int>(begin)) / keys + 1) * keys;
+  return begin + ((key - begin) / keys + 1) * keys;
+}
+
+// The chunks that hold a key some query of the sequence sees; at least one, so that every row has a writer.
+struct ChunkRange {
+  int32_t first, count;
+};
+DETATTN_DEV ChunkRange sequence_chunks(const Mask& mask, const Sequence& s) {
+  const RowLimits limits = row_limits(mask, s, 0);
+  const int begin = limits.first(0), end = limits.past(static_cast<int>(s.queries) - 1);
+  if (end <= begin) return {0, 1};
+  const int first = chunk_of(begin);
+  return {first, chunk_of(end - 1) - first + 1};
+}
+
+// Does a sequence take the decode tiling?
+DETATTN_DEV bool is_decode(const FwdArgs& p, const Sequence& s) {
+  return s.queries > 0 && s.queries * p.group <= p.decode_most_rows;
+}
+DETATTN_DEV int64_t decode_row_tiles(const FwdArgs& p, const Sequence& s) {
+  return is_decode(p, s) ? (s.queries * p.group + kDecodeRows - 1) / kDecodeRows * p.heads_kv : 0;
 }
 
 // Largest i in [0, n) with begin[i] <= x; begin[0] <= x. All lanes of a warp call it and get the same answer.
@@ -89,6 +147,58 @@ DETATTN_DEV int warp_search(const int64_t* begin, int n, int64_t x) {
     n = min(step, n - hit * step);
   }
   return lo;
+}
+
+// Where work unit `x` of a varlen call stands, without a plan: the units of 32 sequences at a time are counted by the
+// lanes of a warp. False past the last unit. All lanes get the same answer.
+struct Place {
+  int32_t sequence;
+  int64_t begin;        // units of the sequences before
+  int64_t items_begin;  // decode items of the sequences before
+};
+template <bool kItems>
+DETATTN_DEV bool scan_sequences(const FwdArgs& p, int64_t x, Place& place) {
+  const int lane = threadIdx.x & 31;
+  int32_t units_before = 0, items_before = 0;
+  for (int first = 0; first < p.sequences; first += 32) {
+    int32_t tiles = 0, items = 0;
+    if (first + lane < p.sequences) {
+      const Sequence s = view_sequence(p, first + lane).sequence;
+      tiles = static_cast<int32_t>(decode_row_tiles(p, s));
+      if (tiles) items = tiles * sequence_chunks(p.mask, s).count;
+    }
+    int32_t units_to = kItems ? items : tiles, items_to = items;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int32_t a = __shfl_up_sync(0xffffffff, units_to, d), b = __shfl_up_sync(0xffffffff, items_to, d);
+      if (lane >= d) {
+        units_to += a;
+        items_to += b;
+      }
+    }
+    const unsigned past = __ballot_sync(0xffffffff, x < units_before + units_to);
+    if (past) {
+      const int hit = __ffs(past) - 1;
+      place.sequence = first + hit;
+      place.begin = units_before + __shfl_sync(0xffffffff, units_to - (kItems ? items : tiles), hit);
+      place.items_begin = items_before + __shfl_sync(0xffffffff, items_to - items, hit);
+      return true;
+    }
+    units_before += __shfl_sync(0xffffffff, units_to, 31);
+    items_before += __shfl_sync(0xffffffff, items_to, 31);
+  }
+  return false;
+}
+
+// The same from the plan where there is one.
+template <bool kItems>
+DETATTN_DEV bool find_sequence(const FwdArgs& p, int64_t x, Place& place) {
+  if (!p.order) return scan_sequences<kItems>(p, x, place);
+  const int64_t* const begin = kItems ? p.decode_begin : p.decode_rows_begin;
+  if (x >= begin[p.sequences]) return false;
+  const int rank = warp_search(begin, p.sequences, x);
+  place = {p.order[rank], begin[rank], p.decode_begin[rank]};
+  return true;
 }
 
 }  // namespace detattn

@@ -106,6 +106,13 @@ DETATTN_DEV void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;"
 DETATTN_DEV void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 DETATTN_DEV void tma_store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+// bmsk.clamp (9.7.1.27): `count` ones from bit `from` on; none past bit 31.
+DETATTN_DEV uint32_t bit_mask(uint32_t from, uint32_t count) {
+  uint32_t d;
+  asm("bmsk.clamp.b32 %0, %1, %2;" : "=r"(d) : "r"(from), "r"(count));
+  return d;
+}
+
 // ex2.approx.ftz (9.7.3.22): exact at 0 (1) and at -inf (0).
 DETATTN_DEV float exp2_approx(float x) {
   float y;

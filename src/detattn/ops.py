@@ -44,10 +44,16 @@ def _plan(
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:
     """PyTorch would return a zero tangent in silence for a custom op without a rule."""
     tangents = (forward_ad.unpack_dual(t).tangent for t in tensors if t is not None)  # type: ignore[no-untyped-call]
-    if forward_ad._current_level >= 0 and any(t is not None for t in tangents):
+    if any(t is not None for t in tangents):
         raise NotImplementedError(
             "detattn: forward-mode AD (jvp, dual tensors) is not supported; use reverse mode (backward, grad, vjp)"
         )
+
+
+def _refuse_forward_transform(*tensors: Tensor | None) -> None:
+    """``torch.func.jvp`` hides its tangents from the op's body, so they are looked for before the dispatch."""
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        _refuse_forward_mode(*tensors)
 
 
 def _refuse_double_backward(*_: Any) -> NoReturn:
@@ -405,6 +411,7 @@ def call_attention(
     """``detattn::attention`` with all eleven arguments, by the shortest road that keeps its meaning."""
     result: tuple[Tensor, Tensor]
     if not _shortcut(q, k, v, sinks):
+        _refuse_forward_transform(q, k, v, sinks)
         result = _op(q, k, v, mask, sinks, *rest)
     elif _wants_grad(q, k, v, sinks):
         result = _apply(q, k, v, mask, sinks, rest)
@@ -428,6 +435,7 @@ def call_attention_varlen(
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, sinks)
     result: tuple[Tensor, Tensor]
     if not _shortcut(q, k, v, sinks):
+        _refuse_forward_transform(q, k, v, sinks)
         result = _op_varlen(*tensors, *rest)
     elif _wants_grad(q, k, v, sinks):
         result = _apply_varlen(*tensors, rest)

@@ -48,6 +48,11 @@ class Sequence:
     dlse: Tensor
     sinks: Tensor | None
 
+    def __str__(self) -> str:
+        if self.queries == self.keys:
+            return f"{self.keys} tokens"
+        return f"{self.queries} {'query' if self.queries == 1 else 'queries'} on {self.keys} keys"
+
     @property
     def queries(self) -> int:
         return self.q.shape[1]
@@ -95,10 +100,9 @@ class Family:
     device: torch.device
     dtype: torch.dtype
 
-    @property
-    def name(self) -> str:
-        sinks = " sinks" if self.with_sinks else ""
-        return f"heads {self.heads}/{self.kv_heads} dim {self.head_dim}{sinks}"
+    def __str__(self) -> str:
+        sinks = ", sinks" if self.with_sinks else ""
+        return f"heads {self.heads}/{self.kv_heads}, dim {self.head_dim}{sinks}"
 
     def sequence(self, queries: int, keys: int | None = None, number: int = 0, loudness: float = 1.0) -> Sequence:
         """Sequence ``number`` of that length: unit normal data, the same for the same arguments on every device."""
@@ -131,10 +135,10 @@ class Family:
 
 
 def families(grouped: bool, sinks: bool, seed: int, device: torch.device, dtype: torch.dtype) -> tuple[Family, ...]:
-    """Grouped heads at head dim 64, and as many key heads as query heads at 128, each with its own seed."""
+    """As many key heads as query heads at head dim 128, and grouped heads at 64, each with its own seed."""
     return (
-        Family(4, 2 if grouped else 4, 64, False, seed, device, dtype),
-        Family(2, 2, 128, sinks, seed + 100, device, dtype),
+        Family(2, 2, 128, sinks, seed, device, dtype),
+        Family(4, 2 if grouped else 4, 64, False, seed + 100, device, dtype),
     )
 
 

@@ -175,6 +175,11 @@ def _pages(cache: Tensor, table: Tensor, length: int) -> Tensor:
     return cache[used].flatten(0, 1)[:length]
 
 
+def _exp2(x: Tensor) -> Tensor:
+    # torch.exp2 rounds the tail of a tensor unlike its vectorised part on the CPU; torch.exp does not.
+    return torch.exp(x * math.log(2))
+
+
 def _tree_sum(x: Tensor, width: int | None = None) -> Tensor:
     """The sum over the last dimension as a halving tree over ``width`` terms, zeros behind the given ones."""
     width = 1 << max((width or x.shape[-1]) - 1, 0).bit_length()
@@ -268,8 +273,8 @@ def _forward(s: _Sequence, sinks: Tensor | None, options: Options, dtype: torch.
         moves = (m == -_INF) | ((top - m) * kappa > contract.LAZY_THRESHOLD)
         new = torch.where(moves, top, m)
         reference = torch.where(new == -_INF, 0.0, new)
-        a = torch.where(moves, torch.exp2((m - reference) * kappa), 1.0)
-        p = torch.exp2(x * kappa - (reference * kappa)[..., None])
+        a = torch.where(moves, _exp2((m - reference) * kappa), 1.0)
+        p = _exp2(x * kappa - (reference * kappa)[..., None])
         state[0][:, block.rows] = new
         state[1][:, block.rows] = l * a + _tree_sum(p, contract.block_keys(dim))
         state[2][:, block.rows] = _accumulate(o * a[..., None], p.to(dtype).to(p.dtype), block.seen, v[:, block.keys])
@@ -283,7 +288,7 @@ def _merge(
     """Total and chunk, left to right; a row that saw nothing of the chunk keeps its bits."""
     m = torch.maximum(total[0], chunk[0])
     reference = torch.where(m == -_INF, 0.0, m)
-    a, b = (torch.exp2((x - reference) * kappa) for x in (total[0], chunk[0]))
+    a, b = (_exp2((x - reference) * kappa) for x in (total[0], chunk[0]))
     nothing = chunk[1] == 0
     l = torch.where(nothing, total[1], total[1] * a + chunk[1] * b)
     o = torch.where(nothing[..., None], total[2], total[2] * a[..., None] + chunk[2] * b[..., None])
@@ -313,7 +318,7 @@ def _backward(
     dq, dk, dv = torch.zeros_like(s.q), torch.zeros_like(s.k), torch.zeros_like(s.v)
     for _, rows, keys, seen in _blocks(s, options):
         x, tanh = _scores(s.q[:, rows], k[:, keys], options)
-        p = torch.exp2(x * s.q.new_tensor(unit * _LOG2E) - (lse[:, rows] * _LOG2E)[..., None])
+        p = _exp2(x * s.q.new_tensor(unit * _LOG2E) - (lse[:, rows] * _LOG2E)[..., None])
         ds = p * (_dots(dout[:, rows], v[:, keys]) - shift[:, rows, None])
         if tanh is not None:
             ds = ds * (1 - tanh * tanh)

@@ -1,0 +1,468 @@
+// Decode on sm_90a: few queries against many keys, split over CTAs by the contract's chunks. A work item is one chunk for 8
+// packed rows (queries x heads of a group) of one key head. The products are operand-swapped, S^T = K Q^T and
+// O^T = V^T P^T with the 8 rows as N, so that one warpgroup keeps up with the memory; scores, probabilities and
+// sums of several blocks are exchanged between the four warps at once.
+#pragma once
+
+#include "pipeline.cuh"
+#include "problem.cuh"
+#include "softmax.cuh"
+#include "wgmma.cuh"
+
+namespace detattn {
+
+constexpr int kDecodeThreads = 128 + 32;  // one consumer warpgroup, one producer warp
+constexpr int kDecodeMaxBuffers = 12;
+
+template <int kHeadDim>
+struct DecodeLayout {
+  static constexpr int kBlock = block_keys(kHeadDim), kPanels = (kHeadDim + 63) / 64;
+  static constexpr int kKeyTiles = kBlock / 64;
+  static constexpr uint32_t kPanelKV = kBlock * 128, kKVBytes = kPanels * kPanelKV, kPanelRows = kDecodeRows * 128;
+  // After the ring of K and V buffers come Q, the barriers and, for each block of a step, what the warps exchange (P,
+  // maxima [warp][row], sums [warp][key mod 8][row]) and what a thread keeps (scores, float4 [key tile][thread]; factors
+  // [warp][row]). The launcher chooses the length of the ring and of a step.
+  static constexpr uint32_t kQ = 0, kBarriers = kQ + kPanels * kPanelRows, kBarrierBytes = 16 * kDecodeMaxBuffers;
+  static constexpr uint32_t kP = (kBarriers + kBarrierBytes + 1023) / 1024 * 1024;
+  static constexpr uint32_t kPBytes = kKeyTiles * kPanelRows, kScoreBytes = kKeyTiles * 128 * 16;
+  static constexpr uint32_t kSumBytes = 4 * 8 * kDecodeRows * 4, kMaxBytes = 4 * kDecodeRows * 4, kFactorBytes = kMaxBytes;
+  static constexpr uint32_t kBlockBytes = kPBytes + kScoreBytes + kSumBytes + kMaxBytes + kFactorBytes;
+};
+
+// A work item: its sequence, key head, rows and blocks.
+struct DecodeItem {
+  SequenceView view;
+  RowLimits limits;  // of the tile's first query
+  int32_t batch, head_kv, row, rows;  // packed rows [row, row + 8) of `rows`
+  int32_t first_query;
+  int32_t first, last;   // blocks
+  int32_t begin, end;    // relative keys that some row of the tile sees
+  int32_t chunks;        // of the sequence; 1: no merge follows
+  int64_t slot;
+};
+
+// False: a dense chunk that its sequence does not have; varlen: past the last item.
+template <int kHeadDim>
+DETATTN_DEV bool locate_item(const FwdArgs& p, int64_t item, DecodeItem& x) {
+  constexpr int kBlock = block_keys(kHeadDim);
+  if (item >= p.decode_items) return false;  // only malformed lengths lead past the bound
+  uint32_t in_sequence;
+  if (p.cu_seqlens_q) {
+    Place place;
+    if (!find_sequence<true>(p, item, place)) return false;
+    x.batch = place.sequence;
+    in_sequence = static_cast<uint32_t>(item - place.begin);
+  } else {
+    const uint32_t per_sequence = p.heads_kv * p.row_tiles * p.max_chunks;
+    x.batch = static_cast<uint32_t>(item) / per_sequence;
+    in_sequence = static_cast<uint32_t>(item) - x.batch * per_sequence;
+  }
+  x.slot = item;
+  x.view = view_sequence(p, x.batch);
+  const Sequence& s = x.view.sequence;
+  const ChunkRange chunks = sequence_chunks(p.mask, s);
+  const int per_tile = p.cu_seqlens_q ? chunks.count : p.max_chunks;
+  x.chunks = chunks.count;
+  x.rows = static_cast<int>(s.queries) * p.group;
+  const int tiles = (x.rows + kDecodeRows - 1) / kDecodeRows;
+  const int tile = in_sequence / static_cast<uint32_t>(per_tile), chunk = in_sequence - tile * per_tile;
+  if (chunk >= chunks.count) return false;
+  x.head_kv = tile / tiles;
+  x.row = (tile - x.head_kv * tiles) * kDecodeRows;
+  x.first_query = x.row / p.group;
+  x.limits = row_limits(p.mask, s, x.first_query);
+  const int last_query = (min(x.row + kDecodeRows, x.rows) - 1) / p.group;
+  x.begin = x.limits.first(0);
+  x.end = x.limits.past(last_query - x.first_query);
+  const int from = max(x.begin, chunk_start(chunks.first + chunk)), to = min(x.end, chunk_start(chunks.first + chunk + 1));
+  x.first = x.last = 0;
+  if (to > from) {
+    x.first = from / kBlock;
+    x.last = (to + kBlock - 1) / kBlock;
+  }
+  return true;
+}
+
+struct DecodeRing {
+  int size, stage = 0;
+  uint32_t phase = 0;
+  DETATTN_DEV void advance() {
+    if (++stage == size) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+template <typename Element, int kHeadDim, bool kSoftcap>
+struct DecodeConsumer {
+  using L = DecodeLayout<kHeadDim>;
+  using Mma = ptx::Mma<Element, kDecodeRows>;
+  static constexpr int kTiles = L::kKeyTiles, kOutTiles = L::kPanels;
+
+  const FwdArgs& p;
+  unsigned char* const tail;
+  const uint32_t kv;
+  const RingBarriers<kDecodeMaxBuffers> bars;
+  DecodeRing ring;
+  const uint32_t base = ptx::shared_address(tail);
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  const int key0 = 16 * warp + (lane >> 2), q0 = 2 * (lane & 3);  // my keys key0 + 8i (+ 64), my rows q0, q0 + 1
+  const num::Scaling scaling{p.kappa, p.scale, p.cap};
+  const uint64_t desc_q = ptx::descriptor(base + L::kQ, 16, 1024), desc_p = ptx::descriptor(base + L::kP, 16, 1024);
+  const uint64_t desc_k = ptx::descriptor(kv, 16, 1024), desc_v = ptx::descriptor(kv, L::kPanelKV, 1024);
+
+  float o[kOutTiles][4];  // [..][2a + r]: column key0 + 8a, row q0 + r
+  float m[2], l[2];
+
+  DETATTN_DEV void sync() { ptx::bar_sync(kGroup, 128); }
+
+  DETATTN_DEV void load_q(const DecodeItem& x) {
+#pragma unroll 1
+    for (int i = thread; i < kDecodeRows * L::kPanels * 8; i += 128) {
+      const int r = i / (L::kPanels * 8), piece = i - r * (L::kPanels * 8), row = x.row + r, column = 8 * piece;
+      uint4 value = {0, 0, 0, 0};
+      if (row < x.rows && column < p.head_dim) {
+        const int query = row / p.group, head = x.head_kv * p.group + row - query * p.group;
+        const Element* const q = static_cast<const Element*>(p.q_rows.data) + x.view.q_batch * p.q_rows.batch +
+                                 head * p.q_rows.head + static_cast<int64_t>(x.view.q_row + query) * p.q_rows.row;
+        value = *reinterpret_cast<const uint4*>(q + column);
+      }
+      *reinterpret_cast<uint4*>(tail + L::kQ + (piece >> 3) * L::kPanelRows + r * 128 + (((piece & 7) ^ r) << 4)) = value;
+    }
+    ptx::fence_proxy_async();
+    sync();
+  }
+
+  DETATTN_DEV void mask(float (&t)[kTiles][4], const DecodeItem& x, int block) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = (x.row + q0 + r) / p.group - x.first_query;
+      const int low = x.limits.first(query) - block * L::kBlock, high = x.limits.past(query) - block * L::kBlock;
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        const int key = key0 + 8 * (i & 1) + 64 * (i >> 1);
+        bool seen = key >= low && key < high;
+        if (seen && x.view.holes) {
+          const uint32_t word = p.key_bits[x.batch * p.key_words + (block * L::kBlock + key) / 32];
+          seen = (word >> (key & 31)) & 1;
+        }
+        if (!seen) t[i >> 1][2 * (i & 1) + r] = num::neg_inf();
+      }
+    }
+  }
+
+  // S^T of the block at the ring.
+  DETATTN_DEV void issue_qk(float (&t)[kTiles][4]) {
+    const uint64_t a = desc_k + static_cast<uint64_t>(ring.stage * (L::kKVBytes >> 4));
+#pragma unroll
+    for (int k = 0; k < kHeadDim / 16; ++k) {
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        Mma::template ss<0, 0>(t[i], a + (k >> 2) * (L::kPanelKV >> 4) + i * (8192 >> 4) + (k & 3) * 2,
+                               desc_q + (k >> 2) * (L::kPanelRows >> 4) + (k & 3) * 2, k != 0);
+      }
+    }
+    ptx::wgmma_commit();
+  }
+
+  DETATTN_DEV void free_buffer() {
+    if (lane == 0) ptx::mbar_arrive(bars.empty(ring.stage));
+    ring.advance();
+  }
+
+  DETATTN_DEV void clean_v(const DecodeItem& x, int block) {
+    const int key = block * L::kBlock, from = max(x.begin - key, 0), to = min(x.end - key, L::kBlock);
+    if (from == 0 && to == L::kBlock) return;
+    const int dirty = from + L::kBlock - to;
+#pragma unroll 1
+    for (int i = thread; i < dirty * L::kPanels * 8; i += 128) {
+      const int row = i / (L::kPanels * 8), piece = i - row * (L::kPanels * 8);
+      const int r = row < from ? row : row - from + to;
+      ptx::zero_16_bytes(kv + ring.stage * L::kKVBytes + (piece >> 3) * L::kPanelKV + r * 128 + (piece & 7) * 16);
+    }
+    ptx::fence_proxy_async();
+    sync();
+  }
+
+  // A few blocks, in three phases with a barrier between them: scores; probabilities; products with V. The loops are
+  // not unrolled: a CTA runs them once or a few times, and fetching instructions would cost more than they do.
+  DETATTN_DEV void step(const DecodeItem& x, int block0, int blocks) {
+    unsigned char* const after_p = tail + L::kP + p.decode_step * L::kPBytes;
+    unsigned char* const after_scores = after_p + p.decode_step * L::kScoreBytes;
+    float4* const scores = reinterpret_cast<float4*>(after_p) + thread;
+    float* const sums = reinterpret_cast<float*>(after_scores);
+    float* const maxima = reinterpret_cast<float*>(after_scores + p.decode_step * L::kSumBytes);
+    float* const factors = maxima + p.decode_step * (L::kMaxBytes / 4) + warp * kDecodeRows + q0;
+    const int last_query = (min(x.row + kDecodeRows, x.rows) - 1) / p.group - x.first_query;
+    const int plain_from = x.limits.first(last_query), plain_to = x.view.holes ? 0 : x.limits.past(0);
+#pragma unroll 1
+    for (int b = 0; b < blocks; ++b) {
+      float s[kTiles][4];  // [..][2a + r]: key key0 + 8a, row q0 + r
+      ptx::mbar_wait(bars.full(ring.stage), ring.phase);
+      ptx::wgmma_fence();
+      issue_qk(s);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) ptx::wgmma_wait<0>(s[i]);
+      free_buffer();
+      if constexpr (kSoftcap) {
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[i][e] = num::cap_score(s[i][e], scaling);
+        }
+      }
+      const int key = (block0 + b) * L::kBlock;
+      if (key < plain_from || key + L::kBlock > plain_to) mask(s, x, block0 + b);
+      float top[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        top[r] = fmaxf(s[0][r], s[0][2 + r]);
+        if constexpr (kTiles == 2) top[r] = fmaxf(top[r], fmaxf(s[1][r], s[1][2 + r]));
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2) top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffff, top[r], d));
+      }
+      if (lane < 4) *reinterpret_cast<float2*>(maxima + (b * 4 + warp) * kDecodeRows + q0) = make_float2(top[0], top[1]);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) scores[(b * kTiles + i) * 128] = make_float4(s[i][0], s[i][1], s[i][2], s[i][3]);
+    }
+    sync();
+#pragma unroll 1
+    for (int b = 0; b < blocks; ++b) {
+      float top[2] = {num::neg_inf(), num::neg_inf()}, alpha[2], part[2], s[kTiles][4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const float2 t = *reinterpret_cast<const float2*>(maxima + (b * 4 + w) * kDecodeRows + q0);
+        top[0] = fmaxf(top[0], t.x);
+        top[1] = fmaxf(top[1], t.y);
+      }
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        const float4 t = scores[(b * kTiles + i) * 128];
+        s[i][0] = t.x;
+        s[i][1] = t.y;
+        s[i][2] = t.z;
+        s[i][3] = t.w;
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float next = num::next_reference(m[r], top[r], scaling.kappa);
+        const float reference = num::finite_reference(next), shift = __fmul_rn(reference, scaling.kappa);
+        alpha[r] = num::weight(m[r], reference, scaling.kappa);
+        m[r] = next;
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+          s[i][r] = num::probability(s[i][r], scaling.kappa, shift);
+          s[i][2 + r] = num::probability(s[i][2 + r], scaling.kappa, shift);
+        }
+        if constexpr (kTiles == 2) {
+          part[r] = num::sum4(s[0][r], s[0][2 + r], s[1][r], s[1][2 + r]);
+        } else {
+          part[r] = num::sum2(s[0][r], s[0][2 + r]);
+        }
+      }
+      if (lane < 4) *reinterpret_cast<float2*>(factors + b * 4 * kDecodeRows) = make_float2(alpha[0], alpha[1]);
+      *reinterpret_cast<float2*>(sums + ((b * 4 + warp) * 8 + (lane >> 2)) * kDecodeRows + q0) = make_float2(part[0], part[1]);
+      // P, K-major: row q, panels of 64 keys. Matrix i holds the keys 16 warp + 8 (i & 1) + 64 (i >> 1).
+      const int i = lane >> 3, q = lane & 7, piece = 2 * warp + (i & 1);
+      const uint32_t at = base + L::kP + (b * kTiles + (kTiles == 2 ? i >> 1 : 0)) * L::kPanelRows + q * 128 + ((piece ^ q) << 4);
+      if constexpr (kTiles == 2) {
+        ptx::stmatrix_x4_trans(at, ptx::pack<Element>(s[0][0], s[0][1]), ptx::pack<Element>(s[0][2], s[0][3]),
+                               ptx::pack<Element>(s[1][0], s[1][1]), ptx::pack<Element>(s[1][2], s[1][3]));
+      } else {
+        ptx::stmatrix_x2_trans(at, ptx::pack<Element>(s[0][0], s[0][1]), ptx::pack<Element>(s[0][2], s[0][3]));
+      }
+    }
+    ptx::fence_proxy_async();
+    sync();
+#pragma unroll 1
+    for (int b = 0; b < blocks; ++b) {
+      ptx::mbar_wait(bars.full(ring.stage), ring.phase);
+      clean_v(x, block0 + b);
+      const bool fresh = block0 + b == x.first;
+      const float2 alpha = *reinterpret_cast<const float2*>(factors + b * 4 * kDecodeRows);
+      // All warps hold the same rows, so they agree. A factor of exactly 1 changes nothing.
+      if (!fresh && __any_sync(0xffffffff, alpha.x != 1.f || alpha.y != 1.f)) {
+#pragma unroll
+        for (int i = 0; i < kOutTiles; ++i) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) o[i][e] = __fmul_rn(o[i][e], e & 1 ? alpha.y : alpha.x);
+        }
+      }
+      ptx::wgmma_fence();
+      const uint64_t a = desc_v + static_cast<uint64_t>(ring.stage * (L::kKVBytes >> 4));
+#pragma unroll
+      for (int k = 0; k < L::kBlock / 16; ++k) {
+        const uint64_t bp = desc_p + (b * kTiles + (k >> 2)) * (L::kPanelRows >> 4) + (k & 3) * 2;
+#pragma unroll
+        for (int i = 0; i < kOutTiles; ++i) {
+          Mma::template ss<1, 0>(o[i], a + i * (L::kPanelKV >> 4) + k * 128, bp, !fresh || k != 0);
+        }
+      }
+      ptx::wgmma_commit();
+      // The sums, while the tensor cores run.
+      float2 t[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        t[w] = *reinterpret_cast<const float2*>(sums + ((b * 4 + w) * 8 + (lane >> 2)) * kDecodeRows + q0);
+      }
+      float pair[2] = {num::sum4(t[0].x, t[1].x, t[2].x, t[3].x), num::sum4(t[0].y, t[1].y, t[2].y, t[3].y)};
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        pair[r] = num::sum2(pair[r], __shfl_xor_sync(0xffffffff, pair[r], 4));
+        l[r] = num::next_sum(l[r], r ? alpha.y : alpha.x, pair[r]);
+      }
+#pragma unroll
+      for (int i = 0; i < kOutTiles; ++i) ptx::wgmma_wait<0>(o[i]);
+      free_buffer();
+    }
+  }
+
+  DETATTN_DEV void run(const DecodeItem& x) {
+    load_q(x);
+#pragma unroll
+    for (int i = 0; i < kOutTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[i][e] = 0.f;
+    }
+    m[0] = m[1] = num::neg_inf();
+    l[0] = l[1] = 0.f;
+#pragma unroll 1
+    for (int b = x.first; b < x.last; b += p.decode_step) step(x, b, min(p.decode_step, x.last - b));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      l[r] = num::sum2(l[r], __shfl_xor_sync(0xffffffff, l[r], 8));
+      l[r] = num::sum2(l[r], __shfl_xor_sync(0xffffffff, l[r], 16));
+    }
+    store(x);
+  }
+
+  // One chunk: the result. Several: a partial result for the merge.
+  DETATTN_DEV void store(const DecodeItem& x) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = x.row + q0 + r;
+      if (row >= x.rows) continue;
+      if (x.chunks > 1) {
+        float* const out = p.partial_out + (x.slot * kDecodeRows + q0 + r) * kHeadDim;
+#pragma unroll
+        for (int i = 0; i < 2 * kOutTiles; ++i) {
+          const int column = key0 + 8 * (i & 1) + 64 * (i >> 1);
+          if (kHeadDim % 64 == 0 || column < kHeadDim) out[column] = o[i >> 1][2 * (i & 1) + r];
+        }
+        if (warp == 0 && lane < 4) {
+          *reinterpret_cast<float2*>(p.partial_ml + (x.slot * kDecodeRows + q0 + r) * 2) = make_float2(m[r], l[r]);
+        }
+        continue;
+      }
+      const int query = row / p.group, head = x.head_kv * p.group + row - query * p.group;
+      float factor = 1.f;
+      if (p.sinks) factor = num::add_sink(m[r], l[r], p.sinks[head], scaling);
+      const float inv = num::inverse(l[r]);
+      Element* const out = static_cast<Element*>(p.out_rows.data) + x.view.q_batch * p.out_rows.batch +
+                           head * p.out_rows.head + static_cast<int64_t>(x.view.q_row + query) * p.out_rows.row;
+#pragma unroll
+      for (int i = 0; i < 2 * kOutTiles; ++i) {
+        const int column = key0 + 8 * (i & 1) + 64 * (i >> 1);
+        float value = o[i >> 1][2 * (i & 1) + r];
+        if (p.sinks) value = __fmul_rn(value, factor);
+        if (column < p.head_dim) {
+          const uint32_t word = ptx::pack<Element>(num::finish(value, inv), 0.f);
+          reinterpret_cast<uint16_t*>(out)[column] = static_cast<uint16_t>(word);
+        }
+      }
+      if (warp == 0 && lane < 4) {
+        static_cast<float*>(p.lse.data)[x.view.q_batch * p.lse.batch + head * p.lse.head +
+                                        static_cast<int64_t>(x.view.q_row + query) * p.lse.row] =
+            num::lse(m[r], l[r], scaling);
+      }
+    }
+  }
+};
+
+template <int kHeadDim>
+struct DecodeProducer {
+  using L = DecodeLayout<kHeadDim>;
+  const FwdArgs& p;
+  const uint32_t kv;
+  const RingBarriers<kDecodeMaxBuffers> bars;
+  DecodeRing ring;
+  const int lane = threadIdx.x & 31;
+  const uint64_t policy = ptx::policy_evict_first();  // keys and values are read once
+
+  DETATTN_DEV void load_block(const TensorView& t, const DecodeItem& x, int block) {
+    ptx::mbar_wait(bars.empty(ring.stage), ring.phase ^ 1);
+    const uint32_t bar = bars.full(ring.stage), dst = kv + ring.stage * L::kKVBytes;
+    const int key = block * L::kBlock, head = x.head_kv * t.head_step;
+    if (!p.block_table) {
+      if (lane == 0) {
+        const int row = x.view.k_row + static_cast<int>(x.view.sequence.valid.begin) + key;
+        ptx::mbar_expect_tx(bar, L::kKVBytes);
+#pragma unroll
+        for (int i = 0; i < L::kPanels; ++i) {
+          ptx::tma_load(dst + i * L::kPanelKV, &t.map, bar, 64 * i, row, head, x.view.k_batch * t.batch_step, policy);
+        }
+      }
+    } else {
+      // A lane a copy; boxes that hold no visible key are not looked up.
+      const int from = max(x.begin - key, 0) / p.box_keys;
+      const int to = (min(x.end - key, L::kBlock) + p.box_keys - 1) / p.box_keys;
+      if (lane == 0) ptx::mbar_expect_tx(bar, (to - from) * L::kPanels * p.box_keys * 128);
+      __syncwarp();
+#pragma unroll 1
+      for (int i = from * L::kPanels + lane; i < to * L::kPanels; i += 32) {
+        const int box = i / L::kPanels, panel = i - box * L::kPanels, at = key + box * p.box_keys;
+        const int page = p.block_table[x.batch * p.table_batch + at / p.page_size];
+        ptx::tma_load(dst + panel * L::kPanelKV + box * p.box_keys * 128, &t.map, bar, 64 * panel, at % p.page_size,
+                      head, page * t.batch_step, policy);
+      }
+    }
+    ring.advance();
+  }
+
+  // The order of consumption: the keys of a step, then its values.
+  DETATTN_DEV void run(const DecodeItem& x) {
+#pragma unroll 1
+    for (int b = x.first; b < x.last; b += p.decode_step) {
+      const int n = min(p.decode_step, x.last - b);
+#pragma unroll 1
+      for (int i = 0; i < 2 * n; ++i) load_block(i < n ? p.k : p.v, x, i < n ? b + i : b + i - n);
+    }
+  }
+};
+
+template <typename Element, int kHeadDim, bool kSoftcap>
+__global__ void __launch_bounds__(kDecodeThreads) decode_kernel(const __grid_constant__ FwdArgs p) {
+  using L = DecodeLayout<kHeadDim>;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  unsigned char* const tail = shared + p.decode_buffers * L::kKVBytes;
+  const uint32_t kv = ptx::shared_address(shared);
+  const RingBarriers<kDecodeMaxBuffers> bars{ptx::shared_address(tail) + L::kBarriers};
+  if (threadIdx.x == 0) {
+    bars.init(4);
+    ptx::fence_mbar_init();
+    ptx::tma_prefetch(&p.k.map);
+    ptx::tma_prefetch(&p.v.map);
+  }
+  __syncthreads();
+  ptx::wait_for_previous_kernel();
+  ptx::allow_next_kernel();
+  const int64_t items = p.cu_seqlens_q && p.order ? p.decode_begin[p.sequences] : p.decode_items;
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+  DecodeProducer<kHeadDim> producer{p, kv, bars, DecodeRing{p.decode_buffers}};
+  DecodeConsumer<Element, kHeadDim, kSoftcap> consumer{p, tail, kv, bars, DecodeRing{p.decode_buffers}};
+  for (int64_t i = blockIdx.x; i < items; i += gridDim.x) {
+    DecodeItem x;
+    if (locate_item<kHeadDim>(p, i, x)) {
+      if (warp == 4) {
+        producer.run(x);
+      } else {
+        consumer.run(x);
+      }
+    } else if (p.cu_seqlens_q) {
+      break;
+    }
+  }
+}
+
+}  // namespace detattn

@@ -1,0 +1,82 @@
+"""Runs the suite on this machine's GPU and records the outcome next to a hash of what was tested.
+
+``make test-gpu`` runs this and rewrites ``tests/gpu_report.json``. Continuous integration has no GPU, so
+``tests/test_gpu_report.py`` turns red there when the kernel sources are no longer the ones of the report. Where no GPU
+can be had, ``python tests/gpu_report.py --mark-stale "reason"`` says so in the report instead of hiding it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+REPORT = ROOT / "tests" / "gpu_report.json"
+
+
+def sources() -> list[Path]:
+    """What a GPU result depends on: everything nvcc compiles, and the bindings that launch it."""
+    shared = (ROOT / "csrc" / name for name in ("bindings.cpp", "contract.h", "mask.h", "params.h"))
+    return sorted([*(ROOT / "csrc" / "cuda").glob("*"), *shared])
+
+
+def sources_hash() -> str:
+    digest = hashlib.sha256()
+    for path in sources():
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def run_suite(extra: list[str]) -> dict[str, object]:
+    import torch
+
+    from detattn import contract
+
+    with tempfile.TemporaryDirectory() as folder:
+        xml = Path(folder) / "junit.xml"
+        command = [sys.executable, "-m", "pytest", "tests", "--device", "cuda", f"--junit-xml={xml}", *extra]
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        suites = list(ET.parse(xml).getroot().iter("testsuite")) if xml.exists() else []
+    count = {k: sum(int(s.get(k, 0)) for s in suites) for k in ("tests", "failures", "errors", "skipped")}
+    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(smi, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "sources": sources_hash(),
+        "exit_code": code,
+        **count,
+        "seconds": round(sum(float(s.get("time", 0)) for s in suites)),
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "contract_version": contract.VERSION,
+        "date": datetime.date.today().isoformat(),
+        "stale": None,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mark-stale", metavar="REASON", help="the sources moved on and no GPU could be had")
+    parser.add_argument("--report", type=Path, default=REPORT)
+    args, extra = parser.parse_known_args()
+    if args.mark_stale:
+        report = json.loads(REPORT.read_text()) if REPORT.exists() else {"sources": None}
+        report["stale"] = {"sources": sources_hash(), "reason": args.mark_stale}
+        code = 0
+    else:
+        report = run_suite(extra)
+        code = int(report["exit_code"])  # type: ignore[call-overload]
+    args.report.write_text(json.dumps(report, indent=1) + "\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

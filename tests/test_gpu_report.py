@@ -1,0 +1,48 @@
+"""The committed outcome of the GPU suite belongs to the kernel sources of this commit, or says why it does not."""
+
+from __future__ import annotations
+
+import json
+
+import gpu_report
+import pytest
+
+
+def verdict(report: dict, sources: str) -> str | None:
+    """Why the report does not cover these sources; None where it does."""
+    stale = report.get("stale")
+    if stale is not None:
+        return None if stale["sources"] == sources and stale["reason"].strip() else "the stale marker is out of date"
+    if report["sources"] != sources:
+        return "the kernel sources changed after the GPU suite ran: run make test-gpu on a GPU machine and commit"
+    if report["exit_code"] != 0 or report["failures"] or report["errors"] or not report["tests"]:
+        return "the GPU suite did not pass"
+    return None
+
+
+def test_report_covers_the_sources() -> None:
+    report = json.loads(gpu_report.REPORT.read_text())
+    assert verdict(report, gpu_report.sources_hash()) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sources": "other"},
+        {"exit_code": 1},
+        {"failures": 1},
+        {"tests": 0},
+        {"stale": {"sources": "other", "reason": "no GPU"}},
+        {"stale": {"sources": "now", "reason": " "}},
+    ],
+)
+def test_a_bad_report_is_found(change: dict) -> None:
+    good = {"sources": "now", "exit_code": 0, "tests": 10, "failures": 0, "errors": 0, "skipped": 0, "stale": None}
+    assert verdict(good, "now") is None
+    assert verdict(good | change, "now") is not None
+
+
+def test_the_hash_sees_every_kernel_file() -> None:
+    names = {p.name for p in gpu_report.sources()}
+    assert {p.name for p in (gpu_report.ROOT / "csrc" / "cuda").iterdir() if p.is_file()} <= names
+    assert {"bindings.cpp", "contract.h", "mask.h", "params.h"} <= names
