@@ -60,8 +60,10 @@ def run(
     """out and lse of a call, and where wanted dq, dk, dv (and dsinks) for the given upstream gradients."""
     named = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
     leaves = {n: t.detach().requires_grad_(grad) for n, t in named.items()}
-    out, lse = call(*leaves.values(), **options) if sinks is None else call(
-        leaves["q"], leaves["k"], leaves["v"], sinks=leaves["sinks"], **options
+    out, lse = (
+        call(*leaves.values(), **options)
+        if sinks is None
+        else call(leaves["q"], leaves["k"], leaves["v"], sinks=leaves["sinks"], **options)
     )
     result = {"out": out.detach(), "lse": lse.detach()}
     if grad:
@@ -97,7 +99,7 @@ def pack(t: Tensor) -> Tensor:
 
 
 def paged(t: Tensor, page_size: int, order: list[int], poison: float = float("nan")) -> Tensor:
-    """``t [H, S, D]`` as a cache ``[pages, page_size, H, D]``; sequence page i lies at ``order[i]``, the rest is poison."""
+    """``t [H, S, D]`` as a cache ``[pages, page_size, H, D]``; its page i lies at ``order[i]``, the rest is poison."""
     rows = pack(t)
     cache = torch.full((max(order) + 2, page_size, *rows.shape[1:]), poison, dtype=t.dtype, device=t.device)
     for i, page in enumerate(order):

@@ -24,7 +24,7 @@ def one(
     softcap: float = 0.0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """One sequence: q ``[Hq, Sq, D]``, k and v ``[Hkv, Skv, D]``, keep ``[Skv]``; differentiable, computed in ``dtype``.
+    """One sequence: q ``[Hq, Sq, D]``, k and v ``[Hkv, Skv, D]``, keep ``[Skv]``; differentiable, in ``dtype``.
 
     With a dtype below fp64 this is the plain PyTorch run that error budgets are measured by.
     """
@@ -56,7 +56,9 @@ def one(
     return weight @ v, lse
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None, sinks: Tensor | None = None, **options):
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None = None, sinks: Tensor | None = None, **options
+):
     """A dense batch ``[B, H, S, D]``, one sequence at a time."""
     rows = [
         one(q[b], k[b], v[b], None if key_padding_mask is None else key_padding_mask[b], sinks, **options)

@@ -23,8 +23,18 @@ def gradients(out, lse, leaves, dout, dlse):
     return torch.autograd.grad([out, lse], leaves, [dout.to(out.dtype), dlse], allow_unused=True)
 
 
-def check(backend: str, device: str, shape: Shape, dtype: torch.dtype, *, seed: int = 0, spread: float = 1.0, sinks=False,
-          keep=None, **options) -> None:
+def check(
+    backend: str,
+    device: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    spread: float = 1.0,
+    sinks=False,
+    keep=None,
+    **options,
+) -> None:
     """One dense call, forward and (where the backend has one) backward, against the oracle and its dtype's budget."""
     if not serves(backend, device, dtype, shape.head_dim):
         pytest.skip("not served")
@@ -42,7 +52,9 @@ def check(backend: str, device: str, shape: Shape, dtype: torch.dtype, *, seed: 
         if grad:
             names = ("dq", "dk", "dv", "dsinks")
             found = gradients(out, lse, leaves, dout, dlse)
-            result |= {n: torch.zeros_like(t) if g is None else g for n, g, t in zip(names, found, leaves, strict=False)}
+            result |= {
+                n: torch.zeros_like(t) if g is None else g for n, g, t in zip(names, found, leaves, strict=False)
+            }
         results.append(result)
     truth, plain = results
     assert set(got) == set(truth)

@@ -27,7 +27,9 @@ def test_header_constants() -> None:
     steps = re.search(r"kChunks = \{\{(.*)\}\};", text)
     assert steps is not None
     pairs = re.findall(r"\{(\w+), (\d+)\}", steps[1])
-    wanted = [("kUnbounded" if end == contract.UNBOUNDED else str(end), str(keys)) for end, keys in contract.CHUNK_SCHEDULE]
+    wanted = [
+        ("kUnbounded" if end == contract.UNBOUNDED else str(end), str(keys)) for end, keys in contract.CHUNK_SCHEDULE
+    ]
     assert pairs == wanted
 
 

@@ -31,7 +31,11 @@ class Case:
         self.backend, self.device = backend, device
         slow = backend == "reference"
         self.dtypes = (
-            (torch.bfloat16, torch.float16) if device == "cuda" else (torch.float32,) if slow else (torch.float32, torch.bfloat16)
+            (torch.bfloat16, torch.float16)
+            if device == "cuda"
+            else (torch.float32,)
+            if slow
+            else (torch.float32, torch.bfloat16)
         )
         self.dims = (16,) if slow else (64, 192)
         self.heads = (2, 1) if slow else (4, 2)
@@ -107,7 +111,9 @@ def test_batch_size_and_position(case: Case) -> None:
             assert_same_bits(rows(batch, of), alone, BUDGET)
         order = torch.tensor([2, 0, 1], device=case.device)
         moved = case.run(
-            {n: t[order] for n, t in x.items()}, dout=upstream(batch["out"], 1)[order], dlse=upstream(batch["lse"], 2)[order]
+            {n: t[order] for n, t in x.items()},
+            dout=upstream(batch["out"], 1)[order],
+            dlse=upstream(batch["lse"], 2)[order],
         )
         assert_same_bits({n: t[order] for n, t in batch.items()}, moved, BUDGET)
         must_differ(batch, moved)
@@ -153,14 +159,18 @@ def test_chunked_prefill(case: Case) -> None:
         n = x["q"].shape[2]
         whole = case.run(x, grad=False)
         start = length - n
-        cuts = [[1] * 3 + [n - 3], [n // 2, n - n // 2], [n]] if n < 100 else [
-            [1, 31, 32, 33, n - 97],
-            [128, 129, n - 257],
-            [512, n - 512],
-            [767, n - 767],
-            [n - 1, 1],
-            [n],
-        ]
+        cuts = (
+            [[1] * 3 + [n - 3], [n // 2, n - n // 2], [n]]
+            if n < 100
+            else [
+                [1, 31, 32, 33, n - 97],
+                [128, 129, n - 257],
+                [512, n - 512],
+                [767, n - 767],
+                [n - 1, 1],
+                [n],
+            ]
+        )
         for cut in cuts:
             at, parts = 0, []
             for c in cut:
@@ -240,7 +250,9 @@ def test_padding(case: Case, side: str) -> None:
         for fill in (0.0, NAN, float("inf"), 1e4):
             y = padded(x, before, after, fill)
             wide = padded({"dout": up["dout"]}, before, after, 0.0 if fill != fill else 1.0)
-            dlse = torch.zeros(*alone["lse"].shape[:2], before + length + after, dtype=alone["lse"].dtype, device=case.device)
+            dlse = torch.zeros(
+                *alone["lse"].shape[:2], before + length + after, dtype=alone["lse"].dtype, device=case.device
+            )
             dlse[:, :, inner] = up["dlse"]
             # A padded query row after the sequence sees real keys: only a zero upstream keeps it out of dk and dv.
             wide["dout"][:, :, before + length :] = 0.0
@@ -253,7 +265,7 @@ def test_padding(case: Case, side: str) -> None:
 
 
 def run_padded(case: Case, y: dict, mask: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor) -> Named:
-    """Rows of q that nobody owns may be NaN in the forward; with gradients they are finite, as their products are used."""
+    """Rows of q that nobody owns may be NaN in the forward; with gradients they are finite, their products being used."""
     out = case.run(y, grad=False, key_padding_mask=mask)
     if not case.grad:
         return out
@@ -275,7 +287,9 @@ def test_holes_in_the_padding_mask(case: Case) -> None:
 
 
 def test_non_finite_values_in_the_future_and_outside_the_window(case: Case) -> None:
-    for x in case.each(1, case.length if case.backend != "reference" else 60, case.length if case.backend != "reference" else 60):
+    for x in case.each(
+        1, case.length if case.backend != "reference" else 60, case.length if case.backend != "reference" else 60
+    ):
         n = x["q"].shape[2]
         at = n // 2 + 3
         for options in ({}, {"window_left": 20}):
@@ -326,7 +340,13 @@ def test_paged(case: Case, page_size: int) -> None:
             k, v = (paged(x[n][0], page_size, order) for n in ("k", "v"))
             table = torch.tensor([[*order, -1, 10**6]], dtype=torch.int32, device=case.device)
             out, lse = varlen(
-                pack(x["q"][0]), k, v, offsets([3], case.device), block_table=table, seqused_k=used, backend=case.backend
+                pack(x["q"][0]),
+                k,
+                v,
+                offsets([3], case.device),
+                block_table=table,
+                seqused_k=used,
+                backend=case.backend,
             )
             assert_same_bits(want, {"out": out, "lse": lse}, BUDGET)
         must_differ(want, nudge({"out": out, "lse": lse}))
@@ -442,7 +462,12 @@ def test_bounds(case: Case) -> None:
     want = run(varlen, q, k, v, **grad)
     for bound in (60, 61, 128, 4096, 10**6):
         assert_same_bits(want, run(varlen, q, k, v, max_seqlen_q=bound, max_seqlen_k=bound, **grad), BUDGET)
-    must_differ(want, run(varlen, q, k, v, **(grad | {"cu_q": offsets([31, 59], case.device), "cu_k": offsets([31, 59], case.device)})))
+    must_differ(
+        want,
+        run(
+            varlen, q, k, v, **(grad | {"cu_q": offsets([31, 59], case.device), "cu_k": offsets([31, 59], case.device)})
+        ),
+    )
 
 
 def test_mask_neutral(case: Case) -> None:
@@ -458,7 +483,9 @@ def test_mask_neutral(case: Case) -> None:
         must_differ(want, full)
 
 
-@pytest.mark.parametrize("features", [{"window_left": 128}, {"softcap": 12.0}, {"sinks": True}], ids=lambda f: next(iter(f)))
+@pytest.mark.parametrize(
+    "features", [{"window_left": 128}, {"softcap": 12.0}, {"sinks": True}], ids=lambda f: next(iter(f))
+)
 def test_features_decode_as_they_prefill(case: Case, features: dict) -> None:
     """Decode against prefill again with each feature on, the keys before the window poisoned as an evicted cache's."""
     for x in case.each(1, 40, case.length):
@@ -536,7 +563,11 @@ def test_any_cut_of_any_shape(device: str, data: st.DataObject) -> None:
     backend = "cuda" if device == "cuda" else "cpu"
     kv, group = data.draw(st.integers(1, 2)), data.draw(st.sampled_from([1, 3, 4, 8]))
     queries, extra = data.draw(st.integers(1, 150)), data.draw(st.integers(0, 600))
-    dtype = torch.bfloat16 if device == "cuda" else data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+    dtype = (
+        torch.bfloat16
+        if device == "cuda"
+        else data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+    )
     shape = Shape(2, kv * group, kv, queries, queries + extra, 8 * data.draw(st.integers(1, 17)))
     spread = data.draw(st.sampled_from([0.3, 1.0, 4.0]))
     x = generate(shape, dtype, seed=data.draw(st.integers(0, 9)), device=device, spread=spread)
@@ -544,9 +575,7 @@ def test_any_cut_of_any_shape(device: str, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, queries))
     start = data.draw(st.integers(0, queries - count))
     end = extra + start + count
-    got = attention(
-        x["q"][1:, :, start : start + count], x["k"][1:, :, :end], x["v"][1:, :, :end], backend=backend
-    )
+    got = attention(x["q"][1:, :, start : start + count], x["k"][1:, :, :end], x["v"][1:, :, :end], backend=backend)
     for mine, part in zip(whole, got, strict=True):
         assert differing(mine[1:, :, start : start + count], part) == 0
 

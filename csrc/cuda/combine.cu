@@ -1,7 +1,6 @@
 // The left-to-right merge of the chunks of decoded rows.
 #include "prepare.h"
-#include "problem.cuh"
-#include "softmax.cuh"
+#include "rows.cuh"
 
 namespace detattn {
 namespace {
@@ -105,25 +104,8 @@ DETATTN_DEV void merge_row(const FwdArgs& p, const Task& x, int instance_dim) {
     o = {__fmul_rn(o.x, a), __fmul_rn(o.y, a), __fmul_rn(o.z, a), __fmul_rn(o.w, a)};
   }
   const float inv = num::inverse(l);
-  const int64_t row = static_cast<int64_t>(x.view.q_row) + x.query;
-  if (column < p.head_dim) {
-    const uint32_t words[2] = {ptx::pack<Element>(num::finish(o.x, inv), num::finish(o.y, inv)),
-                               ptx::pack<Element>(num::finish(o.z, inv), num::finish(o.w, inv))};
-    Element* const at = static_cast<Element*>(p.out_rows.data) + x.view.q_batch * p.out_rows.batch +
-                        x.head * p.out_rows.head + row * p.out_rows.row + column;
-    if (p.out_map_ok) {
-      *reinterpret_cast<uint2*>(at) = make_uint2(words[0], words[1]);
-    } else {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        reinterpret_cast<uint16_t*>(at)[k] = static_cast<uint16_t>(words[k >> 1] >> (16 * (k & 1)));
-      }
-    }
-  }
-  if (x.column == 0 && lane == 0) {
-    static_cast<float*>(p.lse.data)[x.view.q_batch * p.lse.batch + x.head * p.lse.head + row * p.lse.row] =
-        num::lse(m, l, scaling);
-  }
+  write_columns<Element>(p, x.view, x.head, x.query, column, o, inv);
+  if (x.column == 0 && lane == 0) write_lse(p, x.view, x.head, x.query, m, l);
 }
 
 template <typename Element>

@@ -5,8 +5,7 @@
 #pragma once
 
 #include "pipeline.cuh"
-#include "problem.cuh"
-#include "softmax.cuh"
+#include "rows.cuh"
 #include "wgmma.cuh"
 
 namespace detattn {
@@ -334,7 +333,57 @@ struct DecodeConsumer {
       l[r] = num::sum2(l[r], __shfl_xor_sync(0xffffffff, l[r], 8));
       l[r] = num::sum2(l[r], __shfl_xor_sync(0xffffffff, l[r], 16));
     }
-    store(x);
+    if (p.cluster) {
+      keep(x);
+    } else {
+      store(x);
+    }
+  }
+
+  // Cluster: the partial result stays in shared memory, where the scores and the maxima were.
+  DETATTN_DEV uint32_t kept_out() const { return base + L::kP + p.decode_step * L::kPBytes; }
+  DETATTN_DEV uint32_t kept_state() const { return kept_out() + p.decode_step * (L::kScoreBytes + L::kSumBytes); }
+  DETATTN_DEV void keep(const DecodeItem& x) {
+    float* const out = reinterpret_cast<float*>(tail + (kept_out() - base));
+    float2* const state = reinterpret_cast<float2*>(tail + (kept_state() - base));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < 2 * kOutTiles; ++i) {
+        out[(q0 + r) * (64 * kOutTiles) + key0 + 8 * (i & 1) + 64 * (i >> 1)] = o[i >> 1][2 * (i & 1) + r];
+      }
+      if (warp == 0 && lane < 4) state[q0 + r] = make_float2(m[r], l[r]);
+    }
+  }
+
+  // The CTAs of a cluster hold the chunks of the same rows; each merges a share of the columns, left to right.
+  DETATTN_DEV void merge_cluster(const DecodeItem& x, int rank) {
+    constexpr int kPieces = kHeadDim / 4;
+    const int rows = min(kDecodeRows, x.rows - x.row);
+    for (int i = rank * 128 + thread; i < rows * kPieces; i += x.chunks * 128) {
+      const int r = i / kPieces, column = 4 * (i - r * kPieces);
+      float total_m = num::neg_inf(), total_l = 0.f;
+      float4 total = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int c = 0; c < kDecodeMaxCluster; ++c) {
+        if (c >= x.chunks) break;
+        const float2 state = ptx::load_remote2(ptx::map_to_rank(kept_state() + 8 * r, c));
+        const float4 t = ptx::load_remote4(ptx::map_to_rank(kept_out() + 4 * (r * (64 * kOutTiles) + column), c));
+        const num::MergeWeights w = num::merge_weights(total_m, state.x, scaling.kappa);
+        total_l = num::merge(total_l, w.total, state.y, w.chunk);
+        total.x = num::merge(total.x, w.total, t.x, w.chunk);
+        total.y = num::merge(total.y, w.total, t.y, w.chunk);
+        total.z = num::merge(total.z, w.total, t.z, w.chunk);
+        total.w = num::merge(total.w, w.total, t.w, w.chunk);
+      }
+      const int row = x.row + r, query = row / p.group, head = x.head_kv * p.group + row - query * p.group;
+      if (p.sinks) {
+        const float a = num::add_sink(total_m, total_l, p.sinks[head], scaling);
+        total = {__fmul_rn(total.x, a), __fmul_rn(total.y, a), __fmul_rn(total.z, a), __fmul_rn(total.w, a)};
+      }
+      write_columns<Element>(p, x.view, head, query, column, total, num::inverse(total_l));
+      if (column == 0) write_lse(p, x.view, head, query, total_m, total_l);
+    }
   }
 
   // One chunk: the result. Several: a partial result for the merge.
@@ -371,11 +420,7 @@ struct DecodeConsumer {
           reinterpret_cast<uint16_t*>(out)[column] = static_cast<uint16_t>(word);
         }
       }
-      if (warp == 0 && lane < 4) {
-        static_cast<float*>(p.lse.data)[x.view.q_batch * p.lse.batch + head * p.lse.head +
-                                        static_cast<int64_t>(x.view.q_row + query) * p.lse.row] =
-            num::lse(m[r], l[r], scaling);
-      }
+      if (warp == 0 && lane < 4) write_lse(p, x.view, head, query, m[r], l[r]);
     }
   }
 };
@@ -446,23 +491,29 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_kernel(const __grid_con
   }
   __syncthreads();
   ptx::wait_for_previous_kernel();
-  ptx::allow_next_kernel();
+  // CTAs of the next kernel that wait here early are in the way of those of this one that have not started.
+  if (p.one_wave) ptx::allow_next_kernel();
   const int64_t items = p.cu_seqlens_q && p.order ? p.decode_begin[p.sequences] : p.decode_items;
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   DecodeProducer<kHeadDim> producer{p, kv, bars, DecodeRing{p.decode_buffers}};
   DecodeConsumer<Element, kHeadDim, kSoftcap> consumer{p, tail, kv, bars, DecodeRing{p.decode_buffers}};
   for (int64_t i = blockIdx.x; i < items; i += gridDim.x) {
     DecodeItem x;
-    if (locate_item<kHeadDim>(p, i, x)) {
-      if (warp == 4) {
-        producer.run(x);
-      } else {
-        consumer.run(x);
-      }
-    } else if (p.cu_seqlens_q) {
-      break;
+    const bool found = locate_item<kHeadDim>(p, i, x);
+    if (!found && p.cu_seqlens_q) break;
+    if (found && warp == 4) producer.run(x);
+    if (found && warp < 4) consumer.run(x);
+    if (p.cluster) {
+      __syncwarp();
+      ptx::cluster_arrive();
+      ptx::cluster_wait();
+      if (found && warp < 4) consumer.merge_cluster(x, ptx::cluster_rank());
+      __syncwarp();
+      ptx::cluster_arrive();
+      ptx::cluster_wait();
     }
   }
+  if (!p.one_wave) ptx::allow_next_kernel();
 }
 
 }  // namespace detattn

@@ -59,6 +59,7 @@ constexpr int kMostScanned = 96;
 // Which kernels a call may need, and bounds for them. A sequence goes to decode when it has few packed rows.
 struct Work {
   bool prefill, decode, plan;
+  bool cluster;          // the chunks of decoded rows are merged inside clusters, not through the workspace
   int64_t most_rows;     // packed rows of a sequence in decode
   int64_t max_chunks;    // of a sequence in decode
   int64_t row_tiles;     // decode tiles of 8 rows, all sequences and key heads
@@ -97,6 +98,7 @@ Work plan_work(const FwdParams& p) {
     w.row_tiles = int64_t{p.batch} * p.heads_kv * ceil_div(p.seqlen_q * group, kDecodeRows);
     w.decode_items = w.row_tiles * w.max_chunks;
   }
+  w.cluster = !p.cu_seqlens_q && w.max_chunks > 1 && w.max_chunks <= kDecodeMaxCluster;
   return w;
 }
 
@@ -131,7 +133,7 @@ Workspace lay_out(const FwdParams& p, int sms) {
     w.decode_begin = take((sequences + 1) * sizeof(int64_t));
     w.decode_rows_begin = take((sequences + 1) * sizeof(int64_t));
   }
-  if (work.decode && work.max_chunks > 1) {
+  if (work.decode && work.max_chunks > 1 && !work.cluster) {
     w.partial_out = take(work.decode_items * kDecodeRows * dim * sizeof(float));
     w.partial_ml = take(work.decode_items * kDecodeRows * 2 * sizeof(float));
   }
@@ -319,10 +321,12 @@ int cuda_forward(const FwdParams& p, void* workspace, void* stream_handle, int, 
     const bool two = work.decode_items > sms && buffers(kSharedOfTwo, 256) >= 3;
     args.decode_step = (two ? 256 : 512) / block;
     args.decode_buffers = two ? buffers(kSharedOfTwo, 256) : buffers(kShared, 512);
-    const int64_t most = p.cu_seqlens_q ? int64_t{sms} * (two ? 2 : 1) : int64_t{1} << 30;
-    const int decode_ctas = static_cast<int>(std::min(work.decode_items, most));
-    if (const cudaError_t e = instance.decode[bf16][softcap](args, decode_ctas, stream)) return e;
-    if (work.max_chunks > 1) {
+    const int64_t at_once = int64_t{sms} * (two ? 2 : 1);
+    args.cluster = work.cluster ? args.max_chunks : 0;
+    args.one_wave = work.decode_items <= at_once;
+    const int64_t decode_ctas = work.cluster ? work.decode_items : std::min(work.decode_items, at_once);
+    if (const cudaError_t e = instance.decode[bf16][softcap](args, static_cast<int>(decode_ctas), stream)) return e;
+    if (work.max_chunks > 1 && !work.cluster) {
       if (const cudaError_t e = launch_combine(args, p.dtype, dim, work.row_tiles, sms, stream)) return e;
     }
   }

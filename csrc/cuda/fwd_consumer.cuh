@@ -40,7 +40,7 @@ struct FwdConsumer {
 
   // The tile.
   int slot = 0;  // its info
-  int first, last, plain_first, plain_last;  // blocks; those in [plain_first, plain_last) need no mask in this group
+  int first, last;  // blocks
   int next;                                  // first block of the next chunk
   bool pending;                              // o holds a finished chunk that is not in the total yet
   DETATTN_DEV const TileInfo& info() const {
@@ -213,22 +213,36 @@ struct FwdConsumer {
         w[r] = num::merge_weights(total_m[r], chunk_m[r], scaling.kappa);
         total_l[r] = num::merge(total_l[r], w[r].total, join_slices(chunk_l[r]), w[r].chunk);
       }
+      // Wide heads leave few registers: a few elements at a time, and in that order.
+      constexpr int kAtOnce = kHeadDim > 128 ? 4 : kOut / 4;
 #pragma unroll
-      for (int i = 0; i < kOut / 4; ++i) {
-        // Where Q leaves no room, a few loads at a time: all at once would spill.
-        if (kHeadDim > 128 && i % 4 == 0) ptx::compiler_fence();
-        float4 t = *total(i);
-        t.x = num::merge(t.x, w[0].total, o[4 * i], w[0].chunk);
-        t.y = num::merge(t.y, w[0].total, o[4 * i + 1], w[0].chunk);
-        t.z = num::merge(t.z, w[1].total, o[4 * i + 2], w[1].chunk);
-        t.w = num::merge(t.w, w[1].total, o[4 * i + 3], w[1].chunk);
-        if (last_chunk) {
-          o[4 * i] = t.x;
-          o[4 * i + 1] = t.y;
-          o[4 * i + 2] = t.z;
-          o[4 * i + 3] = t.w;
-        } else {
-          *total(i) = t;
+      for (int i0 = 0; i0 < kOut / 4; i0 += kAtOnce) {
+        float4 t[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          if constexpr (kHeadDim > 128) {
+            t[k] = ptx::load_in_order(total(i0 + k));
+          } else {
+            t[k] = *total(i0 + k);
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          const int i = 4 * (i0 + k);
+          t[k].x = num::merge(t[k].x, w[0].total, o[i], w[0].chunk);
+          t[k].y = num::merge(t[k].y, w[0].total, o[i + 1], w[0].chunk);
+          t[k].z = num::merge(t[k].z, w[1].total, o[i + 2], w[1].chunk);
+          t[k].w = num::merge(t[k].w, w[1].total, o[i + 3], w[1].chunk);
+          if (last_chunk) {
+            o[i] = t[k].x;
+            o[i + 1] = t[k].y;
+            o[i + 2] = t[k].z;
+            o[i + 3] = t[k].w;
+          } else if constexpr (kHeadDim > 128) {
+            ptx::store_in_order(total(i0 + k), t[k]);
+          } else {
+            *total(i0 + k) = t[k];
+          }
         }
       }
     }
@@ -304,7 +318,7 @@ struct FwdConsumer {
     ring.advance();
     if constexpr (L::kTile.q_in_registers) free_q();
     if constexpr (kSoftcap) cap_scores();
-    if (first < plain_first || first >= plain_last) mask(first);
+    if (first < info().plain_first[group] || first >= info().plain_last[group]) mask(first);
     fresh_state();
     softmax();
     round_p();
@@ -320,11 +334,11 @@ struct FwdConsumer {
       clean_v(v, first);
     }
 
-    const int plain_end = min(plain_last, last);
     for (int j = first + 1; j < last;) {
-      if (j >= plain_first && j < plain_end) {
+      const int end = min(info().plain_last[group], last);
+      if (j >= info().plain_first[group] && j < end) {
         do step<false>(j);
-        while (++j < plain_end);
+        while (++j < end);
       } else {
         step<true>(j);
         ++j;
@@ -438,8 +452,6 @@ struct FwdConsumer {
       if (info().batch < 0) break;
       first = info().first;
       last = info().last;
-      plain_first = info().plain_first[group];
-      plain_last = info().plain_last[group];
       if constexpr (L::kTile.q_in_registers) load_q();
       if (first < last) {
         attend();

@@ -43,7 +43,7 @@ cudaError_t launch_decode(const FwdArgs& args, int ctas, cudaStream_t stream) {
   const auto kernel = decode_kernel<Element, kHeadDim, kSoftcap>;
   constexpr uint32_t kMost = 232448;
   if (const cudaError_t e = raise_shared_limit(reinterpret_cast<const void*>(kernel), kMost, raised)) return e;
-  return launch_kernel(kernel, ctas, kDecodeThreads, decode_shared_bytes<kHeadDim>(args), stream, args);
+  return launch_clusters(kernel, args.cluster, ctas, kDecodeThreads, decode_shared_bytes<kHeadDim>(args), stream, args);
 }
 
 template <int kHeadDim>

@@ -54,6 +54,8 @@ struct FwdArgs {
   int64_t decode_items;
   int32_t row_tiles, max_chunks;
   int32_t decode_buffers, decode_step;  // of the ring; blocks of a step
+  int32_t cluster;                      // CTAs of a cluster that hold all chunks of a row tile; 0: no clusters
+  int32_t one_wave;                     // all CTAs run at once
   int64_t decode_most_rows;         // varlen: a sequence with more packed rows is prefilled
   float *partial_out, *partial_ml;  // [item, 8, instance dim], [item, 8, 2 (reference, sum)]
 
@@ -84,19 +86,28 @@ const Instance& instance_d256();
 // Launches so that the kernel may start while the one before it ends; every kernel waits for that one's writes before it
 // reads or writes global memory.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_kernel(void (*kernel)(Parameters...), int64_t ctas, int threads, size_t shared, cudaStream_t stream,
-                          const Arguments&... arguments) {
-  cudaLaunchAttribute overlap = {};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t launch_clusters(void (*kernel)(Parameters...), int cluster, int64_t ctas, int threads, size_t shared,
+                            cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(ctas));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared;
   config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = cluster > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_kernel(void (*kernel)(Parameters...), int64_t ctas, int threads, size_t shared, cudaStream_t stream,
+                          const Arguments&... arguments) {
+  return launch_clusters(kernel, 1, ctas, threads, shared, stream, arguments...);
 }
 
 }  // namespace detattn

@@ -65,6 +65,33 @@ DETATTN_DEV void registers_lower() {
 DETATTN_DEV void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DETATTN_DEV void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// Clusters: rank (10.2), barrier.cluster (9.7.13.3), mapa (9.7.9.23), ld.shared::cluster (9.7.9.8).
+DETATTN_DEV uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+DETATTN_DEV void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DETATTN_DEV void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DETATTN_DEV uint32_t map_to_rank(uint32_t address, uint32_t rank) {
+  uint32_t remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+DETATTN_DEV float4 load_remote4(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+DETATTN_DEV float2 load_remote2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
 // prefetch.tensormap (9.7.9.15).
 DETATTN_DEV void tma_prefetch(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
@@ -170,8 +197,19 @@ DETATTN_DEV void zero_16_bytes(uint32_t address) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(address), "r"(0) : "memory");
 }
 
-// No instruction: the compiler moves no memory access across it.
-DETATTN_DEV void compiler_fence() { asm volatile("" ::: "memory"); }
+// ld.volatile, st.volatile (9.7.9.8, 9.7.9.12): stay in program order, so that the assembler cannot gather many loads at
+// the front and run out of registers.
+DETATTN_DEV float4 load_in_order(const float4* p) {
+  float4 v;
+  asm volatile("ld.volatile.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+DETATTN_DEV void store_in_order(float4* p, float4 v) {
+  asm volatile("st.volatile.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
 
 // A branch on the sign of a value that is never negative (vote, 9.7.13.9): it is never taken, but the assembler cannot
 // move the wait for a product above the arithmetic that the value depends on.

@@ -48,6 +48,8 @@ constexpr int64_t kSectionBytes = int64_t{24} << 20;
 
 // Decode: 8 packed rows (queries x heads of a group) against the keys of one chunk.
 constexpr int kDecodeRows = 8;
+// Up to this many chunks are merged inside a cluster of CTAs; more go through the workspace.
+constexpr int kDecodeMaxCluster = 8;
 // A sequence with at most this many packed rows takes the decode tiling.
 constexpr int kDecodeMaxRows = 64;
 

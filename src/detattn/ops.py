@@ -355,6 +355,7 @@ def _shortcut(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._autograd._profiler_enabled()
         or torch._C._functorch.is_functorch_wrapped_tensor(q)
+        or q.is_meta
     ):
         return False
     for t in others:  # a loop, not all(): a generator costs 0.4 us  # noqa: SIM110
