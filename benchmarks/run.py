@@ -83,12 +83,14 @@ def throughput(lengths: list[int], seconds: float) -> list[dict[str, object]]:
                 "sdpa_repeated": lambda q=q, k=k, v=v: sdpa_repeated(q, k, v),
             }
             with torch.no_grad():
-                rows.append(row("forward", dtype, length, flops, interleaved(forward, seconds=seconds)))
+                rows.append(row("forward", dtype, length, flops, interleaved(forward, seconds=seconds, min_rounds=3)))
             qkv = inputs(length, dtype, grad=True)
             dout = torch.randn(1, HEADS_Q, length, HEAD_DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
             calls = {"detattn": detattn.attention, "sdpa_gqa": sdpa_gqa, "sdpa_repeated": sdpa_repeated}
             backward = {n: backward_only(c, qkv, dout) for n, c in calls.items()}
-            rows.append(row("backward", dtype, length, 2.5 * flops, interleaved(backward, seconds=seconds)))
+            rows.append(
+                row("backward", dtype, length, 2.5 * flops, interleaved(backward, seconds=seconds, min_rounds=3))
+            )
             print_row(rows[-2])
             print_row(rows[-1])
     return rows

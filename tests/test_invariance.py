@@ -265,7 +265,7 @@ def test_padding(case: Case, side: str) -> None:
 
 
 def run_padded(case: Case, y: dict, mask: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor) -> Named:
-    """Rows of q that nobody owns may be NaN in the forward; with gradients they are finite, their products being used."""
+    """Rows of q that nobody owns may be NaN in the forward; with gradients they are finite, since they are used."""
     out = case.run(y, grad=False, key_padding_mask=mask)
     if not case.grad:
         return out

@@ -303,6 +303,19 @@ struct FwdConsumer {
     if (lane == 0) ptx::mbar_arrive(bar_q.empty(0));
   }
 
+  // Hands buffers back unread. Only a full one: before that the barrier may still count for the round before.
+  DETATTN_DEV void drain(int buffers) {
+    for (int i = 0; i < buffers; ++i) {
+      bars.wait_full(ring);
+      free_buffer(ring);
+      ring.advance();
+    }
+  }
+  DETATTN_DEV void take_no_turn() {
+    wait_turn();
+    pass_turn();
+  }
+
   // All blocks of the tile; leaves the merged row in o, total_m, total_l.
   DETATTN_DEV void attend() {
     bars.wait_full(ring);
@@ -329,7 +342,7 @@ struct FwdConsumer {
     pending = false;
     if (info().begin > first * kBlock) {
       Ring<L::kBuffers> v = ring;
-      if (first + 1 < last) v.advance();
+      if (first + 1 < info().last) v.advance();
       bars.wait_full(v);
       clean_v(v, first);
     }
@@ -345,6 +358,12 @@ struct FwdConsumer {
       }
     }
     if constexpr (!L::kTile.q_in_registers) free_q();
+    // Blocks that other groups see, but not this one.
+    const int rest = info().last - last;
+    if (rest > 0) {
+      for (int i = 0; i < rest; ++i) take_no_turn();
+      drain(1);
+    }
 
     if (pending) {
       merge(false);
@@ -352,12 +371,13 @@ struct FwdConsumer {
       rescale();
     }
     bars.wait_full(ring);
-    if (info().tail && info().end < last * kBlock) clean_v(ring, last - 1);
+    if (last == info().last && info().tail && info().end < last * kBlock) clean_v(ring, last - 1);
     ptx::wgmma_fence();
     issue_pv(!pending && last - 1 != first);
     ptx::wgmma_wait<0>(o);
     free_buffer(ring);
     ring.advance();
+    if (rest > 0) drain(2 * rest - 1);
     finish_chunk();
     merge(true);
   }
@@ -451,12 +471,15 @@ struct FwdConsumer {
       ptx::mbar_wait(bar_q.full(0), phase);
       if (info().batch < 0) break;
       first = info().first;
-      last = info().last;
+      last = info().group_last[group];
       if constexpr (L::kTile.q_in_registers) load_q();
       if (first < last) {
         attend();
       } else {
         free_q();
+        if (thread == 0) ptx::tma_store_wait_read();
+        for (int i = first; i < info().last; ++i) take_no_turn();
+        drain(2 * (info().last - first));
 #pragma unroll
         for (int i = 0; i < kOut; ++i) o[i] = 0.f;
         total_m[0] = total_m[1] = num::neg_inf();

@@ -23,7 +23,8 @@ struct TileInfo {
   int32_t begin, end;   // relative keys that some row of the tile sees
   int32_t tail;         // memory past `end` exists and may hold anything
   int32_t holes;
-  int32_t plain_first[3], plain_last[3];  // blocks that need no mask in a group
+  // By group: the block after the last that it sees, and the blocks that need no mask.
+  int32_t group_last[3], plain_first[3], plain_last[3];
 };
 
 template <int kHeadDim, bool kSoftcap>
@@ -111,6 +112,8 @@ struct FwdProducer {
     for (int g = 0; g < L::kGroups; ++g) {
       const int row = g * kRowsPerGroup, last_row = max(row, min(row + kRowsPerGroup, x.queries - x.row) - 1);
       x.plain_first[g] = (x.limits.first(last_row) + L::kBlock - 1) / L::kBlock;
+      const int seen = x.limits.past(last_row);
+      x.group_last[g] = row < x.queries - x.row && seen > x.begin ? (seen + L::kBlock - 1) / L::kBlock : x.first;
       x.plain_last[g] = x.holes ? 0 : max(x.limits.past(row), 0) / L::kBlock;
     }
     if (lane == 0) slot = x;

@@ -112,23 +112,24 @@ def compiled(r: Runner, seq: Sequence) -> Iterator[tuple[str, Result]]:
     yield "torch.compile", {name: t[0] for name, t in zip(("out", "lse"), parts, strict=False)}
 
 
-def layouts(r: Runner, seqs: Many[Sequence]) -> Iterator[tuple[str, Result, Result]]:
+def layouts(r: Runner, seqs: Many[Sequence], grad: bool) -> Iterator[tuple[str, Result, Result]]:
     """A dense batch of the sequences, contiguous and in other strides: name, contiguous result, strided result."""
     q, k, v, dout, dlse = (torch.stack([getattr(s, n) for s in seqs]) for n in ("q", "k", "v", "dout", "dlse"))
     sinks = seqs[0].sinks
 
     def call(*tensors: Tensor) -> Result:
-        return r.call(False, tensors[:3], tensors[3], dlse, sinks)
+        return r.call(False, tensors[:3], tensors[3] if grad else None, dlse, sinks)
 
     plain = call(q, k, v, dout)
     for name, change in _CHANGES.items():
         yield name, plain, call(*(change(t) for t in (q, k, v, dout)))
-    yield "gradient alone transposed", plain, call(q, k, v, _transposed(dout))
     one_head = k[:, :1].expand_as(k), v[:, :1].expand_as(v)
     expanded = call(q, *one_head, dout)
     yield "heads expanded", call(q, *(t.contiguous() for t in one_head), dout), expanded
-    same = dout[:, :, :1, :1].expand_as(dout)
-    yield "gradient expanded", call(q, k, v, same.contiguous()), call(q, k, v, same)
+    if grad and r.backward:
+        yield "gradient alone transposed", plain, call(q, k, v, _transposed(dout))
+        same = dout[:, :, :1, :1].expand_as(dout)
+        yield "gradient expanded", call(q, k, v, same.contiguous()), call(q, k, v, same)
 
 
 def _transposed(t: Tensor) -> Tensor:
