@@ -69,7 +69,7 @@ struct Work {
 int64_t most_chunks(int64_t keys, int64_t span) {
   return std::min(chunk_count(keys), span / kChunks.step[0].keys + 2);
 }
-Work plan_work(const FwdParams& p) {
+Work plan_work(const FwdParams& p, int sms) {
   Work w = {};
   const int64_t group = p.heads_q / p.heads_kv, few = kDecodeMaxRows / group;  // queries of a decoded sequence
   w.decode = few > 0 && (p.cu_seqlens_q || p.seqlen_q <= few);
@@ -98,7 +98,8 @@ Work plan_work(const FwdParams& p) {
     w.row_tiles = int64_t{p.batch} * p.heads_kv * ceil_div(p.seqlen_q * group, kDecodeRows);
     w.decode_items = w.row_tiles * w.max_chunks;
   }
-  w.cluster = !p.cu_seqlens_q && w.max_chunks > 1 && w.max_chunks <= kDecodeMaxCluster;
+  // Clusters of several CTAs schedule badly when they do not all run at once.
+  w.cluster = !p.cu_seqlens_q && w.max_chunks > 1 && w.max_chunks <= kDecodeMaxCluster && w.decode_items <= sms;
   return w;
 }
 
@@ -125,7 +126,7 @@ Workspace lay_out(const FwdParams& p, int sms) {
   const FwdTile tile = fwd_tile(dim, p.softcap > 0);
   const size_t rest = dim / 8 - tile.shared_total;
   if (rest > 0) w.totals = take(sms * rest * 128 * tile.groups * sizeof(float4));
-  const Work work = plan_work(p);
+  const Work work = plan_work(p, sms);
   if (work.plan) {
     const size_t sequences = static_cast<size_t>(p.batch) + 1;
     w.order = take(sequences * sizeof(int32_t));
@@ -267,7 +268,7 @@ int cuda_forward(const FwdParams& p, void* workspace, void* stream_handle, int, 
     args.key_words = w.key_words;
     if (const cudaError_t e = launch_scan_mask(p, spans, bits, w.key_words, stream)) return e;
   }
-  const Work work = plan_work(p);
+  const Work work = plan_work(p, sms);
   constexpr int64_t kMostWork = (int64_t{1} << 31) - 1;
   if (work.decode_items > kMostWork || work.row_tiles * kDecodeRows * 2 > kMostWork) return kWork;
   args.tile_rows = fwd_tile(dim, p.softcap > 0).rows();
@@ -292,9 +293,7 @@ int cuda_forward(const FwdParams& p, void* workspace, void* stream_handle, int, 
     args.tiles_per_head = static_cast<int32_t>(ceil_div(p.seqlen_q, args.tile_rows));
     args.tiles = int64_t{args.tiles_per_head} * p.batch * p.heads_q;
     if (args.tiles > kMostWork) return kWork;
-    const int64_t fit = kSectionBytes / ((p.seqlen_k + 1) * dim * 4);
-    const int64_t heads = int64_t{p.batch} * p.heads_kv;
-    args.heads_per_section = static_cast<int32_t>(std::clamp<int64_t>(fit, 1, heads) * args.group);
+    args.heads_per_section = static_cast<int32_t>(section_size(p.batch * p.heads_kv, p.seqlen_k, dim) * args.group);
     ctas = std::min<int64_t>(sms, args.tiles);
     if (args.tiles > ctas) {
       args.ticket = ticket;

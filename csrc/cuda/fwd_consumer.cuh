@@ -40,9 +40,9 @@ struct FwdConsumer {
 
   // The tile.
   int slot = 0;  // its info
-  int first, last;  // blocks
-  int next;                                  // first block of the next chunk
-  bool pending;                              // o holds a finished chunk that is not in the total yet
+  int last;   // the block after the last one
+  int next;   // first block of the next chunk
+  int fresh;  // first block of this chunk
   DETATTN_DEV const TileInfo& info() const {
     return *reinterpret_cast<const TileInfo*>(shared + L::kInfo + slot * L::kInfoBytes);
   }
@@ -249,6 +249,15 @@ struct FwdConsumer {
     ++merged;
   }
 
+  // Before O takes P V of a block: a chunk that starts there needs O for itself, so the finished one joins the total.
+  DETATTN_DEV void bring_up(int block) {
+    if (block == fresh) [[unlikely]] {
+      if (block != info().first) merge(false);
+    } else {
+      rescale();
+    }
+  }
+
   // Issues S = Q K of block j; under it brings O up to date and issues O += P V of block j - 1; under that runs the
   // softmax of block j.
   template <bool kMasked>
@@ -259,21 +268,17 @@ struct FwdConsumer {
     issue_qk();
     const Ring<L::kBuffers> k = ring;
     ring.advance();
-    if (pending) [[unlikely]] {
-      merge(false);
-    } else {
-      rescale();
-    }
+    bring_up(j - 1);
     bars.wait_full(ring);
     ptx::wgmma_fence();
-    issue_pv(!pending && j - 1 != first);
+    issue_pv(j - 1 != fresh);
     pass_turn();
     ptx::wgmma_wait<1>(s);
     free_buffer(k);
     if constexpr (kSoftcap) cap_scores();
     if constexpr (kMasked) mask(j);
-    pending = j == next;
-    if (pending) [[unlikely]] {
+    if (j == next) [[unlikely]] {
+      fresh = j;
       finish_chunk();
       fresh_state();
       next = chunk_end(j * kBlock) / kBlock;
@@ -303,7 +308,8 @@ struct FwdConsumer {
     if (lane == 0) ptx::mbar_arrive(bar_q.empty(0));
   }
 
-  // Hands buffers back unread. Only a full one: before that the barrier may still count for the round before.
+  // A group that does not see a block takes its turn and hands the buffers back unread, at the pace of the others: they
+  // wait for both. Only a full buffer goes back: before that the barrier may still count for the round before.
   DETATTN_DEV void drain(int buffers) {
     for (int i = 0; i < buffers; ++i) {
       bars.wait_full(ring);
@@ -318,6 +324,7 @@ struct FwdConsumer {
 
   // All blocks of the tile; leaves the merged row in o, total_m, total_l.
   DETATTN_DEV void attend() {
+    const int first = info().first;
     bars.wait_full(ring);
     wait_turn();
     ptx::wgmma_fence();
@@ -339,7 +346,7 @@ struct FwdConsumer {
     merged = 0;
 
     next = chunk_end(first * kBlock) / kBlock;
-    pending = false;
+    fresh = first;
     if (info().begin > first * kBlock) {
       Ring<L::kBuffers> v = ring;
       if (first + 1 < info().last) v.advance();
@@ -361,23 +368,25 @@ struct FwdConsumer {
     // Blocks that other groups see, but not this one.
     const int rest = info().last - last;
     if (rest > 0) {
-      for (int i = 0; i < rest; ++i) take_no_turn();
+      take_no_turn();
       drain(1);
     }
 
-    if (pending) {
-      merge(false);
-    } else {
-      rescale();
-    }
+    bring_up(last - 1);
     bars.wait_full(ring);
     if (last == info().last && info().tail && info().end < last * kBlock) clean_v(ring, last - 1);
     ptx::wgmma_fence();
-    issue_pv(!pending && last - 1 != first);
+    issue_pv(last - 1 != fresh);
     ptx::wgmma_wait<0>(o);
     free_buffer(ring);
     ring.advance();
-    if (rest > 0) drain(2 * rest - 1);
+    if (rest > 0) {
+      for (int i = 1; i < rest; ++i) {
+        take_no_turn();
+        drain(2);
+      }
+      drain(1);
+    }
     finish_chunk();
     merge(true);
   }
@@ -470,16 +479,19 @@ struct FwdConsumer {
     for (;; slot = slot + 1 < kTileSlots ? slot + 1 : 0, phase ^= 1) {
       ptx::mbar_wait(bar_q.full(0), phase);
       if (info().batch < 0) break;
-      first = info().first;
       last = info().group_last[group];
       if constexpr (L::kTile.q_in_registers) load_q();
-      if (first < last) {
+      if (info().first < last) {
         attend();
       } else {
         free_q();
         if (thread == 0) ptx::tma_store_wait_read();
-        for (int i = first; i < info().last; ++i) take_no_turn();
-        drain(2 * (info().last - first));
+        const int blocks = info().last - info().first;
+        for (int i = 0; i < blocks; ++i) {
+          take_no_turn();
+          drain(i == 0 ? 1 : 2);
+        }
+        if (blocks > 0) drain(1);
 #pragma unroll
         for (int i = 0; i < kOut; ++i) o[i] = 0.f;
         total_m[0] = total_m[1] = num::neg_inf();

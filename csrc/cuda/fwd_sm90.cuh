@@ -77,9 +77,7 @@ struct FwdProducer {
       heads = p.heads_q;
       sequence = p.order[rank];
       per_head = static_cast<uint32_t>((view.sequence.queries + L::kRows - 1) / L::kRows);
-      const uint32_t fit = static_cast<uint32_t>(kSectionBytes / (4 * kHeadDim)) /
-                           (static_cast<uint32_t>(view.sequence.keys) + 1);
-      section_heads = min(max(fit, 1u), static_cast<uint32_t>(p.heads_kv)) * p.group;
+      section_heads = section_size(p.heads_kv, view.sequence.keys, kHeadDim) * p.group;
     }
     const uint32_t per_section = section_heads * per_head, section = in_sequence / per_section;
     const uint32_t r = in_sequence - section * per_section, section_first = section * section_heads;
@@ -113,7 +111,7 @@ struct FwdProducer {
       const int row = g * kRowsPerGroup, last_row = max(row, min(row + kRowsPerGroup, x.queries - x.row) - 1);
       x.plain_first[g] = (x.limits.first(last_row) + L::kBlock - 1) / L::kBlock;
       const int seen = x.limits.past(last_row);
-      x.group_last[g] = row < x.queries - x.row && seen > x.begin ? (seen + L::kBlock - 1) / L::kBlock : x.first;
+      x.group_last[g] = row < x.queries - x.row && x.end > x.begin && seen > x.begin ? (seen + L::kBlock - 1) / L::kBlock : x.first;
       x.plain_last[g] = x.holes ? 0 : max(x.limits.past(row), 0) / L::kBlock;
     }
     if (lane == 0) slot = x;

@@ -83,6 +83,14 @@ const Instance& instance_d128();
 const Instance& instance_d192();
 const Instance& instance_d256();
 
+// Key heads of a section: what fits in L2 at once, evened out so that no small section is left for the end.
+DETATTN_HD uint32_t section_size(uint32_t heads_kv, int64_t keys, int instance_dim) {
+  const uint32_t head_keys = static_cast<uint32_t>(kSectionBytes / (4 * instance_dim));
+  const uint32_t fit = keys > 0 ? head_keys / static_cast<uint32_t>(keys) : heads_kv;
+  const uint32_t most = fit < 1 ? 1 : (fit < heads_kv ? fit : heads_kv), sections = (heads_kv + most - 1) / most;
+  return (heads_kv + sections - 1) / sections;
+}
+
 // Launches so that the kernel may start while the one before it ends; every kernel waits for that one's writes before it
 // reads or writes global memory.
 template <typename... Parameters, typename... Arguments>

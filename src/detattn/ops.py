@@ -79,9 +79,21 @@ def _attention(
     checks.dense(q, k, v, key_padding_mask, sinks)
     if forward_ad._current_level >= 0:
         _refuse_forward_mode(q, k, v, sinks)
-    given = (causal, scale, window_left, window_right, softcap)
-    features = (key_padding_mask is not None, sinks is not None, False)
-    chosen, options = _plan(q.device, q.dtype, q.shape[3], "dense", *features, backend, *given)
+    chosen, options = _plan(
+        q.device,
+        q.dtype,
+        q.shape[3],
+        "dense",
+        key_padding_mask is not None,
+        sinks is not None,
+        False,
+        backend,
+        causal,
+        scale,
+        window_left,
+        window_right,
+        softcap,
+    )
     return chosen.forward(q, k, v, key_padding_mask, sinks, None, options)
 
 

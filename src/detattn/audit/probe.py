@@ -86,7 +86,7 @@ def _bottom_right(r: Runner) -> str | None:
 
 def _padding(r: Runner) -> str | None:
     seqs = [_family(r).sequence(n) for n in (9, 20)]
-    return _off(r.padded(seqs, 24, "right", "large", grad=False)[0], exact(seqs[0]))
+    return _off(r.padded(seqs, 24, "left", "large", grad=False)[0], exact(seqs[0]))
 
 
 def _window(r: Runner) -> str | None:

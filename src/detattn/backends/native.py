@@ -25,8 +25,9 @@ class NativeBackend:
         self._dtypes = dtypes
         self._missing = missing
         if missing is None:
-            self._forward = torch.ops.detattn_C.forward.default
-            self._backward = torch.ops.detattn_C.backward.default
+            # The callables inside the OpOverloads: one Python frame less a call.
+            self._forward = torch.ops.detattn_C.forward.default._op
+            self._backward = torch.ops.detattn_C.backward.default._op
 
     def supports(self, spec: Spec) -> str | None:
         if self._missing is not None:
@@ -53,8 +54,9 @@ class NativeBackend:
     ) -> tuple[Tensor, Tensor]:
         if sinks is not None:
             sinks = sinks.to(accumulator_dtype(q.dtype))
-        where = _NO_SEQUENCES if seqs is None else seqs
-        result: tuple[Tensor, Tensor] = self._forward(q, k, v, key_padding_mask, sinks, *where, *options)
+        result: tuple[Tensor, Tensor] = self._forward(
+            q, k, v, key_padding_mask, sinks, *(seqs or _NO_SEQUENCES), *options
+        )
         return result
 
     def backward(
