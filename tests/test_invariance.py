@@ -287,23 +287,50 @@ def test_holes_in_the_padding_mask(case: Case) -> None:
 
 
 def test_non_finite_values_in_the_future_and_outside_the_window(case: Case) -> None:
-    for x in case.each(
-        1, case.length if case.backend != "reference" else 60, case.length if case.backend != "reference" else 60
-    ):
-        n = x["q"].shape[2]
+    """What a row cannot see may be NaN or Inf: the future, the keys before its window.
+
+    On the GPU the values (not the keys) of a block that other rows of the same tile see are left finite here; the test
+    below says what happens otherwise.
+    """
+    n = case.length if case.backend != "reference" else 60
+    for x in case.each(1, n, n):
         at = n // 2 + 3
+        in_v, before = (at, at) if case.device == "cpu" else (-(-at // 128) * 128, (at - 20) // 128 * 128 - 128)
         for options in ({}, {"window_left": 20}):
             whole = case.run(x, grad=False, **options)
             y = {m: t.clone() for m, t in x.items()}
-            y["k"][:, :, at:] = y["v"][:, :, at:] = NAN
-            y["v"][:, :, at + 1 :] = float("inf")
+            y["k"][:, :, at:] = y["v"][:, :, in_v:] = NAN
+            y["v"][:, :, in_v + 1 :] = float("inf")
             got = case.run(y, grad=False, **options)
             assert_same_bits(last(whole, at, 0), last(got, at, 0), BUDGET)
             must_differ(last(whole, 1, at), last(got, 1, at))
         y = {m: t.clone() for m, t in x.items()}
-        y["k"][:, :, :at] = y["v"][:, :, :at] = NAN
+        y["k"][:, :, :at] = y["v"][:, :, :before] = NAN
         got = case.run(y, grad=False, window_left=20)
         assert_same_bits(last(whole, n - at - 20, at + 20), last(got, n - at - 20, at + 20), BUDGET)
+
+
+def test_limit_of_the_gpu_on_non_finite_values(device: str) -> None:
+    """A NaN in V of a *real* later token reaches ``out`` of earlier rows of the same 128-row tile, and nothing else.
+
+    The matrix units multiply the tile's probabilities, zeros included, with the whole block. lse, rows of other tiles,
+    and decode are untouched. On the CPU no such row exists.
+    """
+    if device != "cuda":
+        pytest.skip("the CPU has no such limit")
+    x = generate(Shape(1, 2, 2, 600, 600, 128), torch.bfloat16, seed=0, device=device)
+    clean, at = attention(x["q"], x["k"], x["v"]), 300
+    v = x["v"].clone()
+    v[:, :, at:] = NAN
+    got = attention(x["q"], x["k"], v)
+    tile = at // 128 * 128
+    assert differing(clean[0][:, :, :tile], got[0][:, :, :tile]) == 0
+    assert differing(clean[1], got[1]) == 0
+    assert torch.isnan(got[0][:, :, tile:at]).any()
+    for row in (tile, at - 1):
+        end = slice(0, row + 1)
+        alone = attention(x["q"][:, :, row : row + 1], x["k"][:, :, end], v[:, :, end])
+        assert differing(alone[0], clean[0][:, :, row : row + 1]) == 0
 
 
 def test_packed(case: Case) -> None:
