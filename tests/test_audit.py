@@ -342,8 +342,8 @@ def test_json_holds_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert {"device", "dtype", "torch", "detattn", "seed", "date"} == set(document["about"])
     assert document["exit_code"] == 1
     assert document["counts"]["violated"] == 1
-    lse_request, bounds = document["checks"]
-    assert [(c["id"], c["status"]) for c in (lse_request, bounds)] == [("lse-request", "holds"), ("bounds", "violated")]
+    bounds, lse_request = document["checks"]
+    assert [(c["id"], c["status"]) for c in (bounds, lse_request)] == [("bounds", "violated"), ("lse-request", "holds")]
     assert set(bounds["tensors"][0]) >= {"tensor", "compared", "differing", "max_ulp", "first_case", "first_index"}
     assert "| `bounds` | violated |" in printed
     assert bounds["evidence"].replace("|", "\\|") in printed

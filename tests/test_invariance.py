@@ -281,7 +281,8 @@ def test_holes_in_the_padding_mask(case: Case) -> None:
         mask = (torch.rand(2, case.length, generator=g) < 0.8).to(case.device)
         got = case.run(x, key_padding_mask=mask)
         gone = ~mask[:, None, :, None]
-        y = dict(x, k=x["k"].masked_fill(gone, NAN), v=x["v"].masked_fill(gone, NAN))
+        # The GPU multiplies a block's zeros with its values (the limit tested below), so those stay finite there.
+        y = dict(x, k=x["k"].masked_fill(gone, NAN), v=x["v"].masked_fill(gone, NAN if case.device == "cpu" else 1e4))
         assert_same_bits(got, case.run(y, key_padding_mask=mask), BUDGET)
         must_differ(got, case.run(x))
 

@@ -142,12 +142,12 @@ def _neighbours(r: Runner) -> Iterator[Pair]:
                 yield Pair(f"{kind} neighbours, {ours} ({family})", expected, got)
         ours = family.sequence(513)
         for feature, call in (
-            ("padding", lambda seqs: r.padded(seqs, 1100, "right", "large")),
+            ("padding", lambda seqs: r.padded(seqs, 700, "right", "large")),
             ("packed", r.packed),
         ):
             if r.target.offers(feature):
                 expected = call([family.sequence(200), ours, family.sequence(300)])[1]
-                for lengths in ((1, 37), (1100, 129)):
+                for lengths in ((1, 37), (700, 129)):
                     first, last = (family.sequence(n) for n in lengths)
                     what = f"513 tokens between {lengths[0]} and {lengths[1]}, {feature}"
                     yield Pair(f"{what} ({family})", expected, call([first, ours, last])[1])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 import torch
@@ -63,7 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         2
     """
     arguments = parser().parse_args(argv)
-    return _explain(arguments) if arguments.verb == "explain" else _audit(arguments)
+    try:
+        code = _explain(arguments) if arguments.verb == "explain" else _audit(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return COULD_NOT_RUN
+    except Exception:  # Python's own exit status would be 1, which means violated
+        traceback.print_exc()
+        return COULD_NOT_RUN
+    return code
 
 
 def _fail(error: object) -> int:
@@ -92,6 +103,7 @@ def _list(markdown: bool) -> int:
 
 def _find(arguments: argparse.Namespace, dtype: torch.dtype) -> tuple[torch.device, Target]:
     """The target, on the device asked for; where none was, on CUDA if it runs there, and the CPU otherwise."""
+    sys.path.insert(0, os.getcwd())  # where module:function is mostly looked for
     if arguments.device is None and torch.cuda.is_available():
         device = torch.device("cuda")
         try:

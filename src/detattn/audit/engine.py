@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,7 +20,7 @@ from .checks import CHECKS, Check
 from .faulty import control
 from .probe import Probed, probe
 from .report import CheckResult, Evidence, Report
-from .runner import Runner
+from .runner import Runner, in_words
 from .targets import Attention, Target
 
 Progress = Callable[[int, int, str], None]
@@ -109,13 +110,15 @@ def run_check(check: Check, runner: Runner, probed: Probed) -> CheckResult:
     try:
         cases, tallies = _compare_all(check, mine)
     except Exception as error:
-        return result("error", f"the target raised {type(error).__name__}: {error}")
+        return result("error", f"the target raised {in_words(error)}")
     notes = []
     if check.gradients and not gradients:
         notes.append("no gradients: " + target.lacks.get("backward", "not asked for"))
-    if check.id == "execution" and target.offers("compile"):
-        missing = execution.compiler_missing(runner.device)
+    if check.id == "execution":
+        missing = target.lacks.get("compile") or execution.compiler_missing(runner.device)
         notes += [f"no torch.compile: {missing}"] if missing else []
+        if runner.device.type == "cuda" and not target.offers("graph"):
+            notes.append(f"no graph replay: {target.lacks['graph']}")
     note = "; ".join(notes)
     evidence = tuple(tallies[name].evidence(name) for name in _ORDER if name in tallies)
     if any(e.differing for e in evidence):
@@ -124,7 +127,7 @@ def run_check(check: Check, runner: Runner, probed: Probed) -> CheckResult:
     try:
         _, moved = _compare_all(check, replace(mine, target=planted), until=tallies)
     except Exception as error:
-        return result("error", f"the control raised {type(error).__name__}: {error}")
+        return result("error", f"the control raised {in_words(error)}")
     found = tuple(name for name in _ORDER if name in moved and moved[name].differing)
     more = {"cases": cases, "tensors": evidence, "control": found}
     unseen = [e.tensor for e in evidence if e.tensor not in found]
@@ -181,7 +184,21 @@ def audit(
     chosen = select(checks)
     target = fn if isinstance(fn, Target) else Target.of(fn)
     where = torch.device(device or "cpu")
-    runner = Runner(target, where, dtype or torch.bfloat16, False, seed, long)
+    with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
+        return _audit(target, chosen, where, dtype or torch.bfloat16, backward, seed, long, progress)
+
+
+def _audit(
+    target: Target,
+    chosen: list[Check],
+    where: torch.device,
+    dtype: torch.dtype,
+    backward: bool | None,
+    seed: int,
+    long: int,
+    progress: Progress | None,
+) -> Report:
+    runner = Runner(target, where, dtype, False, seed, long)
     probed = probe(runner)
     target = replace(target, lacks={**target.lacks, **probed.lacks})
     if backward and not target.offers("backward"):

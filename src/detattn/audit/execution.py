@@ -56,7 +56,7 @@ def ways(r: Runner, seq: Sequence, *, grad: bool = True, causal: bool = True) ->
         here = torch.get_num_threads()
         for count in sorted({1, 2, 3, here + 1} - {here}):
             with threads(count):
-                yield f"{count} threads instead of {here}", r.alone(seq, grad=grad, causal=causal)
+                yield f"threads {count} instead of {here}", r.alone(seq, grad=grad, causal=causal)
         return
     stream = _stream(r.device)
     stream.wait_stream(torch.cuda.current_stream(r.device))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .cases import Family, Sequence
-from .runner import Result, Runner
+from .runner import Result, Runner, in_words
 
 TOLERANCE = 0.06
 """Of the largest magnitude expected, and absolute: far above any dtype's error, far below a wrong mask's."""
@@ -163,7 +163,7 @@ def probe(r: Runner) -> Probed:
                 found.lacks[feature] = "its causal mask is aligned top-left where there are fewer queries than keys"
                 continue
         except Exception as error:
-            wrong = f"raised {type(error).__name__}: {error}"
+            wrong = f"raised {in_words(error)}"
         if wrong is None:
             continue
         found.broken[feature] = wrong

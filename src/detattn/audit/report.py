@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -119,7 +120,7 @@ class Report:
         lines = [f"{name + ':':<18}{value}" for name, value in {"target": self.target, **self.about}.items()]
         lines += ["", f"{'check':<{wide}}  {'status':<14}  evidence"]
         for r in self.results:
-            head, *rest = _wrap(r.evidence)
+            head, *rest = textwrap.wrap(r.evidence, 120 - wide - 18, break_on_hyphens=False) or [""]
             lines.append(f"{r.id:<{wide}}  {r.status:<14}  {head}".rstrip())
             lines += [" " * (wide + 18) + part for part in rest]
         return "\n".join([*lines, "", self.verdict])
@@ -156,12 +157,3 @@ def _count(n: int) -> str:
         if n >= size:
             return f"{n / size:.1f}{unit}"
     return str(n)
-
-
-def _wrap(text: str, width: int = 110) -> list[str]:
-    lines = [""]
-    for word in text.split():
-        if lines[-1] and len(lines[-1]) + len(word) >= width:
-            lines.append("")
-        lines[-1] += (" " if lines[-1] else "") + word
-    return lines

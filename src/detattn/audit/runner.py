@@ -238,5 +238,11 @@ def _offsets(lengths: list[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
+def in_words(error: Exception) -> str:
+    """Type and message of what a target raised, on one line of bearable length."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message if len(message) <= 300 else message[:300] + ' ..'}"
+
+
 def _describe(value: object) -> str:
     return f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

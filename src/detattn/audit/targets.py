@@ -268,6 +268,8 @@ _FLEX_LACKS = {
     "packed": "packed documents are a mask of the user's in FlexAttention",
     "bounds": "FlexAttention has no max_seqlen",
     "paged": "FlexAttention's paged form is a class of its own",
+    "graph": "its block mask is built with looks at the GPU's memory",
+    "compile": "on CUDA it is compiled already, on the CPU its compiled form has no lse",
 }
 
 
@@ -361,7 +363,15 @@ def named(name: str, backend: str | None, device: torch.device, dtype: torch.dty
         "sdpa-flash": lambda: Target(
             "sdpa-flash", _sdpa_flash, None, {**_SDPA_LACKS, "padding": no_mask, "window": no_mask}
         ),
-        "flex": lambda: Target("flex", _flex, None, _FLEX_LACKS),
+        "flex": lambda: Target(
+            "flex",
+            _flex,
+            None,
+            {
+                **_FLEX_LACKS,
+                **({} if device.type == "cuda" else {"backward": "FlexAttention has no backward on the CPU"}),
+            },
+        ),
     }
     if name in known:
         return known[name]()
