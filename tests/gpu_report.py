@@ -19,6 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 REPORT = ROOT / "tests" / "gpu_report.json"
+SUITE = ("test_accuracy.py", "test_invariance.py", "test_op.py", "test_errors.py", "test_contract.py")
+"""The files whose tests follow ``--device``."""
 
 
 def sources() -> list[Path]:
@@ -41,8 +43,10 @@ def run_suite(extra: list[str]) -> dict[str, object]:
 
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", "tests", "--device", "cuda", f"--junit-xml={xml}", *extra]
+        files = [f"tests/{name}" for name in SUITE]
+        command = [sys.executable, "-m", "pytest", *files, "--device", "cuda", f"--junit-xml={xml}", *extra]
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        audit = subprocess.run([sys.executable, "-m", "detattn.audit", "--device", "cuda"], cwd=ROOT, check=False)
         suites = list(ET.parse(xml).getroot().iter("testsuite")) if xml.exists() else []
     count = {k: sum(int(s.get(k, 0)) for s in suites) for k in ("tests", "failures", "errors", "skipped")}
     smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -50,6 +54,7 @@ def run_suite(extra: list[str]) -> dict[str, object]:
     return {
         "sources": sources_hash(),
         "exit_code": code,
+        "audit_exit_code": audit.returncode,
         **count,
         "seconds": round(sum(float(s.get("time", 0)) for s in suites)),
         "gpu": torch.cuda.get_device_name(),

@@ -73,7 +73,7 @@ def test_the_twin_holds_and_the_control_is_found_in_every_tensor(id: str) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_controls_work_in_every_dtype(dtype: torch.dtype) -> None:
-    report = audit(control(None), checks=["layout", "bounds", "left-padding"], dtype=dtype, long=200)
+    report = audit(control(None), checks=["layout", "bounds"], dtype=dtype, long=200)
     assert {r.status for r in report.results} == {"holds"}, report
 
 

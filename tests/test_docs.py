@@ -57,10 +57,9 @@ def readme_table() -> str:
     for target, dtype in columns:
         report = json.loads((ROOT / "benchmarks" / "results" / f"audit_cpu_{target}_{dtype}.json").read_text())
         reports.append({check["id"]: check for check in report["checks"]})
-    lines = ["| promise | detattn bf16 | SDPA bf16 | SDPA fp32 |", "| --- | --- | --- | --- |"]
-    for promise in detattn.contract.PROMISES:
-        lines.append(f"| {promise.id} | " + " | ".join(verdict(r[promise.id]) for r in reports) + " |")
-    return "\n".join(lines)
+    head = ["| promise | detattn bf16 | SDPA bf16 | SDPA fp32 |", "| --- | --- | --- | --- |"]
+    rows = [[p.id, *(verdict(r[p.id]) for r in reports)] for p in detattn.contract.PROMISES]
+    return "\n".join([*head, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def verdict(check: dict) -> str:

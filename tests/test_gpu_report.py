@@ -15,7 +15,13 @@ def verdict(report: dict, sources: str) -> str | None:
         return None if stale["sources"] == sources and stale["reason"].strip() else "the stale marker is out of date"
     if report["sources"] != sources:
         return "the kernel sources changed after the GPU suite ran: run make test-gpu on a GPU machine and commit"
-    if report["exit_code"] != 0 or report["failures"] or report["errors"] or not report["tests"]:
+    if (
+        report["exit_code"] != 0
+        or report["audit_exit_code"] != 0
+        or report["failures"]
+        or report["errors"]
+        or not report["tests"]
+    ):
         return "the GPU suite did not pass"
     return None
 
@@ -30,6 +36,7 @@ def test_report_covers_the_sources() -> None:
     [
         {"sources": "other"},
         {"exit_code": 1},
+        {"audit_exit_code": 1},
         {"failures": 1},
         {"tests": 0},
         {"stale": {"sources": "other", "reason": "no GPU"}},
@@ -37,7 +44,16 @@ def test_report_covers_the_sources() -> None:
     ],
 )
 def test_a_bad_report_is_found(change: dict) -> None:
-    good = {"sources": "now", "exit_code": 0, "tests": 10, "failures": 0, "errors": 0, "skipped": 0, "stale": None}
+    good = {
+        "sources": "now",
+        "exit_code": 0,
+        "audit_exit_code": 0,
+        "tests": 10,
+        "failures": 0,
+        "errors": 0,
+        "skipped": 0,
+        "stale": None,
+    }
     assert verdict(good, "now") is None
     assert verdict(good | change, "now") is not None
 

@@ -436,10 +436,10 @@ struct DecodeProducer {
   const uint64_t policy = ptx::policy_evict_first();  // keys and values are read once
 
   DETATTN_DEV void load_block(const TensorView& t, const DecodeItem& x, int block) {
-    ptx::mbar_wait(bars.empty(ring.stage), ring.phase ^ 1);
     const uint32_t bar = bars.full(ring.stage), dst = kv + ring.stage * L::kKVBytes;
     const int key = block * L::kBlock, head = x.head_kv * t.head_step;
     if (!p.block_table) {
+      ptx::mbar_wait(bars.empty(ring.stage), ring.phase ^ 1);
       if (lane == 0) {
         const int row = x.view.k_row + static_cast<int>(x.view.sequence.valid.begin) + key;
         ptx::mbar_expect_tx(bar, L::kKVBytes);
@@ -449,17 +449,23 @@ struct DecodeProducer {
         }
       }
     } else {
-      // A lane a copy; boxes that hold no visible key are not looked up.
-      const int from = max(x.begin - key, 0) / p.box_keys;
-      const int to = (min(x.end - key, L::kBlock) + p.box_keys - 1) / p.box_keys;
-      if (lane == 0) ptx::mbar_expect_tx(bar, (to - from) * L::kPanels * p.box_keys * 128);
+      // A lane a copy; boxes that hold no visible key are not looked up. The first pages are looked up before the wait.
+      const int from = max(x.begin - key, 0) / p.box_keys * L::kPanels;
+      const int to = (min(x.end - key, L::kBlock) + p.box_keys - 1) / p.box_keys * L::kPanels;
+      const auto page_of = [&](int i) {
+        return i < to ? p.block_table[x.batch * p.table_batch + (key + i / L::kPanels * p.box_keys) / p.page_size] : 0;
+      };
+      int i = from + lane, page = page_of(i);
+      ptx::mbar_wait(bars.empty(ring.stage), ring.phase ^ 1);
+      if (lane == 0) ptx::mbar_expect_tx(bar, (to - from) * p.box_keys * 128);
       __syncwarp();
 #pragma unroll 1
-      for (int i = from * L::kPanels + lane; i < to * L::kPanels; i += 32) {
-        const int box = i / L::kPanels, panel = i - box * L::kPanels, at = key + box * p.box_keys;
-        const int page = p.block_table[x.batch * p.table_batch + at / p.page_size];
-        ptx::tma_load(dst + panel * L::kPanelKV + box * p.box_keys * 128, &t.map, bar, 64 * panel, at % p.page_size,
-                      head, page * t.batch_step, policy);
+      while (i < to) {
+        const int box = i / L::kPanels, panel = i - box * L::kPanels;
+        ptx::tma_load(dst + panel * L::kPanelKV + box * p.box_keys * 128, &t.map, bar, 64 * panel,
+                      (key + box * p.box_keys) % p.page_size, head, page * t.batch_step, policy);
+        i += 32;
+        page = page_of(i);
       }
     }
     ring.advance();

@@ -288,7 +288,9 @@ int cuda_forward(const FwdParams& p, void* workspace, void* stream_handle, int, 
     args.decode_rows_begin = plan.decode_rows_begin;
     args.ticket = ticket;
     if (const cudaError_t e = launch_plan(args, plan, stream)) return e;
-    ctas = std::min<int64_t>(sms, (p.seqlen_q / args.tile_rows + args.sequences) * p.heads_q);
+    const int64_t most_tiles = (p.seqlen_q / args.tile_rows + args.sequences) * p.heads_q;
+    if (most_tiles > kMostWork) return kWork;
+    ctas = std::min<int64_t>(sms, most_tiles);
   } else if (work.prefill) {
     args.tiles_per_head = static_cast<int32_t>(ceil_div(p.seqlen_q, args.tile_rows));
     args.tiles = int64_t{args.tiles_per_head} * p.batch * p.heads_q;

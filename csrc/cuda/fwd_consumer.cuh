@@ -214,7 +214,7 @@ struct FwdConsumer {
         total_l[r] = num::merge(total_l[r], w[r].total, join_slices(chunk_l[r]), w[r].chunk);
       }
       // Wide heads leave few registers: a few elements at a time, and in that order.
-      constexpr int kAtOnce = kHeadDim > 128 ? 4 : kOut / 4;
+      constexpr int kAtOnce = kHeadDim > 192 ? 2 : (kHeadDim > 128 ? 4 : kOut / 4);
 #pragma unroll
       for (int i0 = 0; i0 < kOut / 4; i0 += kAtOnce) {
         float4 t[kAtOnce];
@@ -233,14 +233,14 @@ struct FwdConsumer {
           t[k].y = num::merge(t[k].y, w[0].total, o[i + 1], w[0].chunk);
           t[k].z = num::merge(t[k].z, w[1].total, o[i + 2], w[1].chunk);
           t[k].w = num::merge(t[k].w, w[1].total, o[i + 3], w[1].chunk);
+          // The ordered store is what keeps the next loads behind this element, after the last chunk too.
+          if constexpr (kHeadDim > 128) ptx::store_in_order(total(i0 + k), t[k]);
           if (last_chunk) {
             o[i] = t[k].x;
             o[i + 1] = t[k].y;
             o[i + 2] = t[k].z;
             o[i + 3] = t[k].w;
-          } else if constexpr (kHeadDim > 128) {
-            ptx::store_in_order(total(i0 + k), t[k]);
-          } else {
+          } else if constexpr (kHeadDim <= 128) {
             *total(i0 + k) = t[k];
           }
         }

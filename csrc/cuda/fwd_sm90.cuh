@@ -58,24 +58,23 @@ struct FwdProducer {
   const RingBarriers<L::kBuffers> bars{base + L::kBarriers};
   Ring<L::kBuffers> ring;
   int rank = -1;  // varlen: the sequence of the last tile, and its tiles
-  int64_t rank_begin = 0, rank_end = 0;
-  SequenceView view;
+  uint32_t rank_begin = 0, rank_end = 0;
 
-  // Longest tiles first inside a section of heads whose keys and values fit in L2.
-  DETATTN_DEV void locate(int64_t t, TileInfo& slot) {
-    TileInfo x;
-    uint32_t in_sequence = static_cast<uint32_t>(t), heads = p.batch * p.heads_q;
+  // All lanes write the same. Longest tiles first inside a section of heads whose keys and values fit in L2.
+  DETATTN_DEV void locate(uint32_t t, TileInfo& x) {
+    SequenceView view;
+    uint32_t in_sequence = t, heads = p.batch * p.heads_q;
     uint32_t section_heads = p.heads_per_section, per_head = p.tiles_per_head, sequence = 0;
     if (p.cu_seqlens_q) {
       if (t >= rank_end) {
         rank = warp_search(p.tile_begin, p.sequences, t);
-        rank_begin = p.tile_begin[rank];
-        rank_end = p.tile_begin[rank + 1];
-        view = view_sequence(p, p.order[rank]);
+        rank_begin = static_cast<uint32_t>(p.tile_begin[rank]);
+        rank_end = static_cast<uint32_t>(p.tile_begin[rank + 1]);
       }
-      in_sequence = static_cast<uint32_t>(t - rank_begin);
+      in_sequence = t - rank_begin;
       heads = p.heads_q;
       sequence = p.order[rank];
+      view = view_sequence(p, sequence);
       per_head = static_cast<uint32_t>((view.sequence.queries + L::kRows - 1) / L::kRows);
       section_heads = section_size(p.heads_kv, view.sequence.keys, kHeadDim) * p.group;
     }
@@ -99,30 +98,33 @@ struct FwdProducer {
     x.q_batch = view.q_batch;
     x.holes = view.holes;
     x.limits = row_limits(p.mask, view.sequence, x.row);
-    x.begin = x.limits.first(0);
-    x.end = x.limits.past(min(L::kRows, x.queries - x.row) - 1);
-    if (x.end <= x.begin) x.begin = x.end = 0;
-    x.first = x.begin / L::kBlock;
-    x.last = (x.end + L::kBlock - 1) / L::kBlock;
+    const RowLimits limits = x.limits;
+    const int live_rows = static_cast<int>(view.sequence.queries) - x.row;
+    int begin = limits.first(0), end = limits.past(min(L::kRows, live_rows) - 1);
+    if (end <= begin) begin = end = 0;
+    const int first = begin / L::kBlock;
+    x.begin = begin;
+    x.end = end;
+    x.first = first;
+    x.last = (end + L::kBlock - 1) / L::kBlock;
     // The copy engine reads zeros past the end of a dense tensor.
-    x.tail = p.cu_seqlens_k || p.block_table || view.sequence.valid.begin + x.end < p.seqlen_k;
+    x.tail = p.cu_seqlens_k || p.block_table || view.sequence.valid.begin + end < p.seqlen_k;
 #pragma unroll
     for (int g = 0; g < L::kGroups; ++g) {
-      const int row = g * kRowsPerGroup, last_row = max(row, min(row + kRowsPerGroup, x.queries - x.row) - 1);
-      x.plain_first[g] = (x.limits.first(last_row) + L::kBlock - 1) / L::kBlock;
-      const int seen = x.limits.past(last_row);
-      x.group_last[g] = row < x.queries - x.row && x.end > x.begin && seen > x.begin ? (seen + L::kBlock - 1) / L::kBlock : x.first;
-      x.plain_last[g] = x.holes ? 0 : max(x.limits.past(row), 0) / L::kBlock;
+      const int row = g * kRowsPerGroup, last_row = max(row, min(row + kRowsPerGroup, live_rows) - 1);
+      const int seen = limits.past(last_row);
+      x.group_last[g] = row < live_rows && end > begin && seen > begin ? (seen + L::kBlock - 1) / L::kBlock : first;
+      x.plain_first[g] = (limits.first(last_row) + L::kBlock - 1) / L::kBlock;
+      x.plain_last[g] = view.holes ? 0 : max(limits.past(row), 0) / L::kBlock;
     }
-    if (lane == 0) slot = x;
     __syncwarp();
   }
 
   DETATTN_DEV void load_block(const TensorView& t, const TileInfo& x, int block) {
-    bars.wait_empty(ring);
     const uint32_t bar = bars.full(ring.stage()), dst = base + L::kKV + ring.stage() * L::kKVBytes;
     const int key = block * L::kBlock, head = x.head_kv * t.head_step;
     if (!p.block_table) {
+      bars.wait_empty(ring);
       if (lane == 0) {
         ptx::mbar_expect_tx(bar, L::kKVBytes);
 #pragma unroll
@@ -131,16 +133,23 @@ struct FwdProducer {
         }
       }
     } else {
-      // A lane a copy; boxes that hold no visible key are not looked up.
-      const int from = max(x.begin - key, 0) / p.box_keys;
-      const int to = (min(x.end - key, L::kBlock) + p.box_keys - 1) / p.box_keys;
-      if (lane == 0) ptx::mbar_expect_tx(bar, (to - from) * L::kPanels * p.box_keys * 128);
+      // A lane a copy; boxes that hold no visible key are not looked up. The first pages are looked up before the wait.
+      const int from = max(x.begin - key, 0) / p.box_keys * L::kPanels;
+      const int to = (min(x.end - key, L::kBlock) + p.box_keys - 1) / p.box_keys * L::kPanels;
+      const auto page_of = [&](int i) {
+        return i < to ? p.block_table[x.batch * p.table_batch + (key + i / L::kPanels * p.box_keys) / p.page_size] : 0;
+      };
+      int i = from + lane, page = page_of(i);
+      bars.wait_empty(ring);
+      if (lane == 0) ptx::mbar_expect_tx(bar, (to - from) * p.box_keys * 128);
       __syncwarp();
-      for (int i = from * L::kPanels + lane; i < to * L::kPanels; i += 32) {
-        const int box = i / L::kPanels, panel = i - box * L::kPanels, at = key + box * p.box_keys;
-        const int page = p.block_table[x.batch * p.table_batch + at / p.page_size];
-        ptx::tma_load(dst + panel * L::kPanelKV + box * p.box_keys * 128, &t.map, bar, 64 * panel, at % p.page_size,
-                      head, page * t.batch_step);
+#pragma unroll 1
+      while (i < to) {
+        const int box = i / L::kPanels, panel = i - box * L::kPanels;
+        ptx::tma_load(dst + panel * L::kPanelKV + box * p.box_keys * 128, &t.map, bar, 64 * panel,
+                      (key + box * p.box_keys) % p.page_size, head, page * t.batch_step);
+        i += 32;
+        page = page_of(i);
       }
     }
     ring.advance();
@@ -167,38 +176,33 @@ struct FwdProducer {
   }
 
   DETATTN_DEV void run() {
-    const int64_t tiles = p.cu_seqlens_q ? p.tile_begin[p.sequences] : p.tiles;
+    const uint32_t tiles = static_cast<uint32_t>(p.cu_seqlens_q ? p.tile_begin[p.sequences] : p.tiles);
     Ring<1> ring_q;
-    int slot = 0;
+    int slot = kTileSlots - 1;
     unsigned ticket = 0;
     const auto info = [&](int i) -> TileInfo& {
       return *reinterpret_cast<TileInfo*>(shared + L::kInfo + i * L::kInfoBytes);
     };
     // Before the first tile stands an empty one. The next tile is found while the first blocks of this one are on their
     // way. Loads go out in the order of consumption: K0 Q K1 V0 K2 V1 ...
-    int64_t t = blockIdx.x;
+    uint32_t t = blockIdx.x;
     bool live = false;
-    int first = 0, last = 0;
+    info(slot).first = info(slot).last = 0;
     for (;;) {
       const TileInfo& x = info(slot);
-      for (int j = first; j <= last; ++j) {
-        if (j < last) load_block(p.k, x, j);
-        if (live && j == first) load_q(x, ring_q);
-        if (j > first) load_block(p.v, x, j - 1);
-        if (j == min(first + 1, last)) {
-          if (live) {
-            t += gridDim.x;
-            if (p.ticket) t = static_cast<int64_t>(gridDim.x) + __shfl_sync(0xffffffff, ticket, 0);
-            slot = slot + 1 < kTileSlots ? slot + 1 : 0;
-          }
+      for (int j = x.first; j <= x.last; ++j) {
+        if (j < x.last) load_block(p.k, x, j);
+        if (live && j == x.first) load_q(x, ring_q);
+        if (j > x.first) load_block(p.v, x, j - 1);
+        if (j == min(x.first + 1, x.last)) {
+          slot = slot + 1 < kTileSlots ? slot + 1 : 0;
+          if (live) t = gridDim.x + (p.ticket ? __shfl_sync(0xffffffff, ticket, 0) : t);
           if (t < tiles) locate(t, info(slot));
           if (p.ticket && lane == 0) ticket = atomicAdd(p.ticket, 1u);
         }
       }
       if (t >= tiles) break;
       live = true;
-      first = info(slot).first;
-      last = info(slot).last;
     }
     for (int g = 0; g < L::kGroups; ++g) {
       bar_q(g).wait_empty(ring_q);

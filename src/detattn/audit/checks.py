@@ -178,7 +178,7 @@ def _decode(r: Runner) -> Iterator[Pair]:
         spans = [(keys - 1, keys) for keys in edges(family.head_dim, r.long)]
         spans += [(keys - n, keys) for keys in (130, 513, r.long) for n in (2, 3, 4, 5, 8, 16, 17)]
         spans += [(r.long - n, r.long) for n in QUERY_TILES]
-        for begin, end in spans:
+        for begin, end in (span for span in spans if span[0] >= 0 and span[1] <= r.long):
             got = r.alone(seq.cut(begin, end), grad=False)
             what = f"queries {begin}..{end} alone, against the prefill of {r.long}"
             yield Pair(f"{what} ({family})", rows_of(whole, begin, end), got)
