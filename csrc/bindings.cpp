@@ -203,7 +203,8 @@ void fill(detattn::Problem& p, const Inputs& in, bool causal, double scale, int6
 
 #ifndef DETATTN_CUDA
 
-// Every index a CPU kernel follows is read here first: the data is in reach, and a wild one must not become a wild read.
+// Every index a CPU kernel follows is read here first: the data is in reach, and a wild one must not become a wild
+// read.
 void check_offsets(const detattn::Problem& p, const char* op) {
   const auto check = [&](const int32_t* cu, int64_t rows, const char* name) {
     if (!cu) return;
@@ -346,9 +347,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Optional dout, Optional dlse
   }
   const auto lse_rows = [&](const Tensor& t, const char* name) {
     const int64_t rank = dense ? 3 : 2;
-    STD_TORCH_CHECK(t.dim() == rank && t.scalar_type() == accumulate_type(p.dtype) &&
-                        t.size(rank - 1) == p.seqlen_q && t.size(rank - 2) == p.heads_q &&
-                        (!dense || t.size(0) == p.batch) && t.get_device_index() == q.get_device_index(),
+    STD_TORCH_CHECK(t.dim() == rank && t.scalar_type() == accumulate_type(p.dtype) && t.size(rank - 1) == p.seqlen_q &&
+                        t.size(rank - 2) == p.heads_q && (!dense || t.size(0) == p.batch) &&
+                        t.get_device_index() == q.get_device_index(),
                     op, ": ", name, " must have the shape and dtype of lse");
     return detattn::Rows{t.const_data_ptr(), dense ? stride(t, 0) : 0, stride(t, rank - 2), stride(t, rank - 1)};
   };
@@ -367,8 +368,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Optional dout, Optional dlse
 #ifndef DETATTN_CUDA
 // The constants of contract.h in the order of contract.constants(); the Python layer compares them on loading.
 std::vector<double> contract() {
-  std::vector<double> flat = {detattn::kContractVersion, detattn::kMaxHeadDim,     detattn::kLazyThreshold,
-                              detattn::kBlockKeys,       detattn::kBlockKeysWide,  detattn::kBlockWideAbove,
+  std::vector<double> flat = {detattn::kContractVersion, detattn::kMaxHeadDim,    detattn::kLazyThreshold,
+                              detattn::kBlockKeys,       detattn::kBlockKeysWide, detattn::kBlockWideAbove,
                               detattn::kChunkSteps};
   for (const auto& step : detattn::kChunks.step) {
     flat.push_back(static_cast<double>(step.end));

@@ -23,9 +23,7 @@ constexpr float kLazyThreshold = 8.0f;
 constexpr int kBlockKeys = 128;
 constexpr int kBlockKeysWide = 64;  // head dims above kBlockWideAbove
 constexpr int kBlockWideAbove = 128;
-DETATTN_HD constexpr int block_keys(int head_dim) {
-  return head_dim > kBlockWideAbove ? kBlockKeysWide : kBlockKeys;
-}
+DETATTN_HD constexpr int block_keys(int head_dim) { return head_dim > kBlockWideAbove ? kBlockKeysWide : kBlockKeys; }
 
 // The chunk schedule: below `end` (a relative key position, counted from the first valid key) chunks hold `keys` keys.
 struct ChunkStep {
@@ -65,8 +63,6 @@ DETATTN_HD constexpr int64_t chunk_begin(int64_t index) {
 }
 
 // Chunks that `keys` relative keys touch.
-DETATTN_HD constexpr int64_t chunk_count(int64_t keys) {
-  return keys <= 0 ? 0 : chunk_index(keys - 1) + 1;
-}
+DETATTN_HD constexpr int64_t chunk_count(int64_t keys) { return keys <= 0 ? 0 : chunk_index(keys - 1) + 1; }
 
 }  // namespace detattn

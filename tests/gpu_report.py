@@ -11,6 +11,7 @@ import argparse
 import datetime
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,10 +30,16 @@ def sources() -> list[Path]:
     return sorted([*(ROOT / "csrc" / "cuda").glob("*"), *shared])
 
 
+def code_of(path: Path) -> str:
+    """What the compiler sees of a source: comments and layout may change without another run."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+    return re.sub(r"\s+", "", text)
+
+
 def sources_hash() -> str:
     digest = hashlib.sha256()
     for path in sources():
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update(f"{path.name}\0{code_of(path)}\0".encode())
     return digest.hexdigest()
 
 

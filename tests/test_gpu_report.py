@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import gpu_report
 import pytest
@@ -56,6 +57,16 @@ def test_a_bad_report_is_found(change: dict) -> None:
     }
     assert verdict(good, "now") is None
     assert verdict(good | change, "now") is not None
+
+
+def test_the_hash_sees_code_and_nothing_else(tmp_path: Path) -> None:
+    source = tmp_path / "kernel.cu"
+    source.write_text("int a = 1;  // one\n")
+    before = gpu_report.code_of(source)
+    source.write_text("/* the first */ int a\n    = 1;\n")
+    assert gpu_report.code_of(source) == before
+    source.write_text("int a = 2;\n")
+    assert gpu_report.code_of(source) != before
 
 
 def test_the_hash_sees_every_kernel_file() -> None:

@@ -90,7 +90,7 @@ def test_asm_in_the_cpu_code_only_sets_the_float_mode() -> None:
 
 @pytest.mark.parametrize("path", [*CSRC, *PYTHON], ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_stay_small(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 520
+    assert len(path.read_text().splitlines()) <= 540
 
 
 def test_the_audit_needs_nothing_but_torch() -> None:

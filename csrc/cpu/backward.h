@@ -63,6 +63,19 @@ DETATTN_INLINE T dot(const E* a, const E* b, int dim) {
   return tree_sum<T>(partial);
 }
 
+template <class E, class T = Compute<E>>
+DETATTN_INLINE bool all_zero(const E* row, int dim) {
+  for (int d = 0; d < dim; d += kLanes<T>) {
+    const Vec<T> v = load_part(row, d, dim);
+    for (int i = 0; i < kLanes<T>; ++i) {
+      if (v[i] != T(0)) return false;
+    }
+  }
+  return true;
+}
+
+// A row whose upstream gradients are all zero adds nothing, whatever it holds (a padded query may be NaN, and 0 * NaN
+// is NaN): its lse becomes that of a row that sees nothing.
 template <class E>
 void backward_stats(const BwdParams& p, const SequencePlan& s, int64_t head, const RowStats& stats, void* dsink) {
   using T = Compute<E>;
@@ -75,6 +88,11 @@ void backward_stats(const BwdParams& p, const SequencePlan& s, int64_t head, con
     const T lse = *query_row<T>(s, p.lse, head, i);
     const T dlse = p.dlse.data ? *query_row<T>(s, p.dlse, head, i) : T(0);
     const KeyRange seen = visible_keys(p.mask, s.shape, i);
+    if (dlse == T(0) && (!p.dout.data || all_zero(query_row<E>(s, p.dout, head, i), p.head_dim))) {
+      lse2[i] = -kInfinity<T>;
+      shift[i] = T(0);
+      continue;
+    }
     T delta = T(0);
     if (p.dout.data && seen.begin < seen.end) {
       delta = dot(query_row<E>(s, p.dout, head, i), query_row<E>(s, p.out, head, i), p.head_dim);
@@ -179,9 +197,15 @@ class Backward {
   }
 
  private:
+  int64_t stat_row(int64_t head, int64_t query) const {
+    return head * stats_.rows + s_.query_batch * p_.seqlen_q + s_.query_row + query;
+  }
+
   void load_queries(int64_t head, int64_t first, int64_t count) {
+    const T* lse2 = static_cast<const T*>(stats_.lse2) + stat_row(head, first);
     for (int64_t i = 0; i < count; ++i) {
-      load_row(query_row<E>(s_, p_.q, head, first + i), dim_, w_.q + i * w_.stride, width_);
+      const E* q = lse2[i] == -kInfinity<T> ? kZeroRow<E> : query_row<E>(s_, p_.q, head, first + i);
+      load_row(q, dim_, w_.q + i * w_.stride, width_);
       if (p_.dout.data) {
         load_row(query_row<E>(s_, p_.dout, head, first + i), dim_, w_.dout + i * w_.stride, width_);
       }
@@ -214,7 +238,7 @@ class Backward {
     products(w_.q, w_.stride, rows, dim_, w_.k_columns, w_.query_spans, columns, w_.p, w_.score_stride);
     products(w_.dout, w_.stride, rows, dim_, w_.v_columns, w_.query_spans, columns, w_.ds, w_.score_stride);
 
-    const int64_t row = head * stats_.rows + s_.query_batch * p_.seqlen_q + s_.query_row + first;
+    const int64_t row = stat_row(head, first);
     const T* lse2 = static_cast<const T*>(stats_.lse2) + row;
     const T* shift = static_cast<const T*>(stats_.shift) + row;
     for (int i = 0; i < rows; ++i) {

@@ -109,8 +109,8 @@ DETATTN_DEV void merge_row(const FwdArgs& p, const Task& x, int instance_dim) {
 }
 
 template <typename Element>
-__global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_constant__ FwdArgs p, int instance_dim,
-                                                              int64_t most_tiles) {
+__global__ void __launch_bounds__(32 * kWarps)
+    combine_kernel(const __grid_constant__ FwdArgs p, int instance_dim, int64_t most_tiles) {
   ptx::wait_for_previous_kernel();
   ptx::allow_next_kernel();
   const int parts = (instance_dim + kColumns - 1) / kColumns;

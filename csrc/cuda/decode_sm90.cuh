@@ -1,7 +1,7 @@
-// Decode on sm_90a: few queries against many keys, split over CTAs by the contract's chunks. A work item is one chunk for 8
-// packed rows (queries x heads of a group) of one key head. The products are operand-swapped, S^T = K Q^T and
-// O^T = V^T P^T with the 8 rows as N, so that one warpgroup keeps up with the memory; scores, probabilities and
-// sums of several blocks are exchanged between the four warps at once.
+// Decode on sm_90a: few queries against many keys, split over CTAs by the contract's chunks. A work item is one chunk
+// for 8 packed rows (queries x heads of a group) of one key head. The products are operand-swapped, S^T = K Q^T and O^T
+// = V^T P^T with the 8 rows as N, so that one warpgroup keeps up with the memory; scores, probabilities and sums of
+// several blocks are exchanged between the four warps at once.
 #pragma once
 
 #include "pipeline.cuh"
@@ -19,24 +19,25 @@ struct DecodeLayout {
   static constexpr int kKeyTiles = kBlock / 64;
   static constexpr uint32_t kPanelKV = kBlock * 128, kKVBytes = kPanels * kPanelKV, kPanelRows = kDecodeRows * 128;
   // After the ring of K and V buffers come Q, the barriers and, for each block of a step, what the warps exchange (P,
-  // maxima [warp][row], sums [warp][key mod 8][row]) and what a thread keeps (scores, float4 [key tile][thread]; factors
-  // [warp][row]). The launcher chooses the length of the ring and of a step.
+  // maxima [warp][row], sums [warp][key mod 8][row]) and what a thread keeps (scores, float4 [key tile][thread];
+  // factors [warp][row]). The launcher chooses the length of the ring and of a step.
   static constexpr uint32_t kQ = 0, kBarriers = kQ + kPanels * kPanelRows, kBarrierBytes = 16 * kDecodeMaxBuffers;
   static constexpr uint32_t kP = (kBarriers + kBarrierBytes + 1023) / 1024 * 1024;
   static constexpr uint32_t kPBytes = kKeyTiles * kPanelRows, kScoreBytes = kKeyTiles * 128 * 16;
-  static constexpr uint32_t kSumBytes = 4 * 8 * kDecodeRows * 4, kMaxBytes = 4 * kDecodeRows * 4, kFactorBytes = kMaxBytes;
+  static constexpr uint32_t kSumBytes = 4 * 8 * kDecodeRows * 4, kMaxBytes = 4 * kDecodeRows * 4,
+                            kFactorBytes = kMaxBytes;
   static constexpr uint32_t kBlockBytes = kPBytes + kScoreBytes + kSumBytes + kMaxBytes + kFactorBytes;
 };
 
 // A work item: its sequence, key head, rows and blocks.
 struct DecodeItem {
   SequenceView view;
-  RowLimits limits;  // of the tile's first query
+  RowLimits limits;                   // of the tile's first query
   int32_t batch, head_kv, row, rows;  // packed rows [row, row + 8) of `rows`
   int32_t first_query;
-  int32_t first, last;   // blocks
-  int32_t begin, end;    // relative keys that some row of the tile sees
-  int32_t chunks;        // of the sequence; 1: no merge follows
+  int32_t first, last;  // blocks
+  int32_t begin, end;   // relative keys that some row of the tile sees
+  int32_t chunks;       // of the sequence; 1: no merge follows
   int64_t slot;
 };
 
@@ -73,7 +74,8 @@ DETATTN_DEV bool locate_item(const FwdArgs& p, int64_t item, DecodeItem& x) {
   const int last_query = (min(x.row + kDecodeRows, x.rows) - 1) / p.group;
   x.begin = x.limits.first(0);
   x.end = x.limits.past(last_query - x.first_query);
-  const int from = max(x.begin, chunk_start(chunks.first + chunk)), to = min(x.end, chunk_start(chunks.first + chunk + 1));
+  const int from = max(x.begin, chunk_start(chunks.first + chunk)),
+            to = min(x.end, chunk_start(chunks.first + chunk + 1));
   x.first = x.last = 0;
   if (to > from) {
     x.first = from / kBlock;
@@ -127,7 +129,8 @@ struct DecodeConsumer {
                                  head * p.q_rows.head + static_cast<int64_t>(x.view.q_row + query) * p.q_rows.row;
         value = *reinterpret_cast<const uint4*>(q + column);
       }
-      *reinterpret_cast<uint4*>(tail + L::kQ + (piece >> 3) * L::kPanelRows + r * 128 + (((piece & 7) ^ r) << 4)) = value;
+      *reinterpret_cast<uint4*>(tail + L::kQ + (piece >> 3) * L::kPanelRows + r * 128 + (((piece & 7) ^ r) << 4)) =
+          value;
     }
     ptx::fence_proxy_async();
     sync();
@@ -221,7 +224,8 @@ struct DecodeConsumer {
 #pragma unroll
         for (int d = 4; d < 32; d *= 2) top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffff, top[r], d));
       }
-      if (lane < 4) *reinterpret_cast<float2*>(maxima + (b * 4 + warp) * kDecodeRows + q0) = make_float2(top[0], top[1]);
+      if (lane < 4)
+        *reinterpret_cast<float2*>(maxima + (b * 4 + warp) * kDecodeRows + q0) = make_float2(top[0], top[1]);
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) scores[(b * kTiles + i) * 128] = make_float4(s[i][0], s[i][1], s[i][2], s[i][3]);
     }
@@ -261,10 +265,12 @@ struct DecodeConsumer {
         }
       }
       if (lane < 4) *reinterpret_cast<float2*>(factors + b * 4 * kDecodeRows) = make_float2(alpha[0], alpha[1]);
-      *reinterpret_cast<float2*>(sums + ((b * 4 + warp) * 8 + (lane >> 2)) * kDecodeRows + q0) = make_float2(part[0], part[1]);
+      *reinterpret_cast<float2*>(sums + ((b * 4 + warp) * 8 + (lane >> 2)) * kDecodeRows + q0) =
+          make_float2(part[0], part[1]);
       // P, K-major: row q, panels of 64 keys. Matrix i holds the keys 16 warp + 8 (i & 1) + 64 (i >> 1).
       const int i = lane >> 3, q = lane & 7, piece = 2 * warp + (i & 1);
-      const uint32_t at = base + L::kP + (b * kTiles + (kTiles == 2 ? i >> 1 : 0)) * L::kPanelRows + q * 128 + ((piece ^ q) << 4);
+      const uint32_t at =
+          base + L::kP + (b * kTiles + (kTiles == 2 ? i >> 1 : 0)) * L::kPanelRows + q * 128 + ((piece ^ q) << 4);
       if constexpr (kTiles == 2) {
         ptx::stmatrix_x4_trans(at, ptx::pack<Element>(s[0][0], s[0][1]), ptx::pack<Element>(s[0][2], s[0][3]),
                                ptx::pack<Element>(s[1][0], s[1][1]), ptx::pack<Element>(s[1][2], s[1][3]));

@@ -42,8 +42,8 @@ Extents key_extents(const FwdParams& p) {
   return {p.cu_seqlens_k ? 1 : p.batch, p.heads_kv, p.seqlen_k};
 }
 
-// Can the copy engine address these rows? Addresses and strides are multiples of 16 bytes, strides below 2^40. Heads and
-// batches may be expanded (stride 0), rows may not.
+// Can the copy engine address these rows? Addresses and strides are multiples of 16 bytes, strides below 2^40. Heads
+// and batches may be expanded (stride 0), rows may not.
 bool addressable(const Rows& r, const Extents& n) {
   const auto stride_ok = [](int64_t stride, int64_t extent, bool expanded_ok) {
     if (extent <= 1 || (expanded_ok && stride == 0)) return true;
@@ -66,9 +66,7 @@ struct Work {
   int64_t decode_items;  // row tiles x chunks
 };
 // Chunks that `span` consecutive keys among the first `keys` can touch: the first chunks are the shortest.
-int64_t most_chunks(int64_t keys, int64_t span) {
-  return std::min(chunk_count(keys), span / kChunks.step[0].keys + 2);
-}
+int64_t most_chunks(int64_t keys, int64_t span) { return std::min(chunk_count(keys), span / kChunks.step[0].keys + 2); }
 Work plan_work(const FwdParams& p, int sms) {
   Work w = {};
   const int64_t group = p.heads_q / p.heads_kv, few = kDecodeMaxRows / group;  // queries of a decoded sequence
@@ -81,7 +79,8 @@ Work plan_work(const FwdParams& p, int sms) {
   if (!w.decode) return w;
   const int64_t queries = all_few ? p.seqlen_q : std::min(few, p.seqlen_q);
   const bool bounded = p.mask.left >= 0 && p.mask.right >= 0;
-  const int64_t span = bounded ? std::min(p.mask.left, p.seqlen_k) + std::min(p.mask.right, p.seqlen_k) + queries : p.seqlen_k;
+  const int64_t span =
+      bounded ? std::min(p.mask.left, p.seqlen_k) + std::min(p.mask.right, p.seqlen_k) + queries : p.seqlen_k;
   w.max_chunks = std::max<int64_t>(1, most_chunks(p.seqlen_k, span));
   if (p.cu_seqlens_q) {
     // A sequence has at most 1 + rows / 8 tiles.
@@ -105,7 +104,8 @@ Work plan_work(const FwdParams& p, int sms) {
 
 // Byte offsets of the parts of the workspace.
 struct Workspace {
-  size_t ticket, spans, key_bits, totals, order, tile_begin, decode_begin, decode_rows_begin, partial_out, partial_ml, q, k, v;
+  size_t ticket, spans, key_bits, totals, order, tile_begin, decode_begin, decode_rows_begin, partial_out, partial_ml,
+      q, k, v;
   size_t bytes;
   int64_t key_words;
 };
@@ -165,16 +165,15 @@ int describe(TensorView& view, const Rows& r, const Extents& n, const FwdParams&
   const auto bytes = [](int64_t stride, cuuint64_t count) {
     return static_cast<cuuint64_t>(count > 1 ? 2 * stride : 16);
   };
-  const cuuint64_t extents[4] = {static_cast<cuuint64_t>(p.head_dim), extent(n.rows, 1), extent(n.heads, view.head_step),
-                                 extent(n.batch, view.batch_step)};
+  const cuuint64_t extents[4] = {static_cast<cuuint64_t>(p.head_dim), extent(n.rows, 1),
+                                 extent(n.heads, view.head_step), extent(n.batch, view.batch_step)};
   const cuuint64_t strides[3] = {bytes(r.row, extents[1]), bytes(r.head, extents[2]), bytes(r.batch, extents[3])};
   const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1}, steps[4] = {1, 1, 1, 1};
-  const auto type =
-      p.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const auto type = p.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   // Promotion to 128 bytes, a row of the box: 256 cost 6 % of the memory bandwidth.
-  const CUresult e = encode(&view.map, type, 4, const_cast<void*>(r.data), extents, strides, box, steps,
-                            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                            CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult e =
+      encode(&view.map, type, 4, const_cast<void*>(r.data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return e == CUDA_SUCCESS ? 0 : kDriverErrors + static_cast<int>(e);
 }
 
@@ -311,8 +310,8 @@ int cuda_forward(const FwdParams& p, void* workspace, void* stream_handle, int, 
     args.row_tiles = static_cast<int32_t>(work.row_tiles / p.heads_kv / (p.cu_seqlens_q ? 1 : p.batch));
     args.max_chunks = static_cast<int32_t>(work.max_chunks);
     args.decode_items = work.decode_items;
-    // Two CTAs share a multiprocessor where there is work for both, with steps of 256 keys; otherwise one takes a longer
-    // ring and steps of 512 keys.
+    // Two CTAs share a multiprocessor where there is work for both, with steps of 256 keys; otherwise one takes a
+    // longer ring and steps of 512 keys.
     constexpr int kShared = 232448, kSharedOfTwo = 115712;
     const auto& shared = instance.decode_shared;
     const int block = block_keys(dim);

@@ -25,8 +25,9 @@ struct FwdConsumer {
   const uint64_t desc_k = ptx::descriptor(base + L::kKV, 16, 1024);           // K-major
   const uint64_t desc_v = ptx::descriptor(base + L::kKV, L::kPanelKV, 1024);  // N-major
   float4* const totals = reinterpret_cast<float4*>(shared + L::kTotals + group * L::kGroupTotals) + thread;
-  float4* const totals_rest = p.totals + static_cast<int64_t>(blockIdx.x) * (kHeadDim / 8 - L::kTile.shared_total) * (128 * L::kGroups) +
-                              group * 128 + thread;
+  float4* const totals_rest =
+      p.totals + static_cast<int64_t>(blockIdx.x) * (kHeadDim / 8 - L::kTile.shared_total) * (128 * L::kGroups) +
+      group * 128 + thread;
 
   float o[kOut], s[kScores];
   uint32_t pr[kScores / 2];  // P, rounded
@@ -36,13 +37,13 @@ struct FwdConsumer {
   float total_m[2], total_l[2];
   float shift[2], alpha[2];  // reference * kappa; weight of the state before the last block
   int merged;                // chunks in the total
-  Ring<L::kBuffers> ring;  // the next block of K or V, in the order K0 K1 V0 K2 V1 ...
+  Ring<L::kBuffers> ring;    // the next block of K or V, in the order K0 K1 V0 K2 V1 ...
 
   // The tile.
   int slot = 0;  // its info
-  int last;   // the block after the last one
-  int next;   // first block of the next chunk
-  int fresh;  // first block of this chunk
+  int last;      // the block after the last one
+  int next;      // first block of the next chunk
+  int fresh;     // first block of this chunk
   DETATTN_DEV const TileInfo& info() const {
     return *reinterpret_cast<const TileInfo*>(shared + L::kInfo + slot * L::kInfoBytes);
   }
@@ -427,11 +428,10 @@ struct FwdConsumer {
       for (int i = 4 * panel; i < 4 * (panel + L::kTile.staged_panels) && i < kHeadDim / 16; ++i) {
         const int piece = 2 * i + (lane >> 4) - 8 * panel;
         const uint32_t at = staging + (piece >> 3) * L::kPanelQ + row * 128 + (((piece & 7) ^ (row & 7)) << 4);
-        ptx::stmatrix_x4(
-            at, ptx::pack<Element>(num::finish(o[8 * i], inv[0]), num::finish(o[8 * i + 1], inv[0])),
-            ptx::pack<Element>(num::finish(o[8 * i + 2], inv[1]), num::finish(o[8 * i + 3], inv[1])),
-            ptx::pack<Element>(num::finish(o[8 * i + 4], inv[0]), num::finish(o[8 * i + 5], inv[0])),
-            ptx::pack<Element>(num::finish(o[8 * i + 6], inv[1]), num::finish(o[8 * i + 7], inv[1])));
+        ptx::stmatrix_x4(at, ptx::pack<Element>(num::finish(o[8 * i], inv[0]), num::finish(o[8 * i + 1], inv[0])),
+                         ptx::pack<Element>(num::finish(o[8 * i + 2], inv[1]), num::finish(o[8 * i + 3], inv[1])),
+                         ptx::pack<Element>(num::finish(o[8 * i + 4], inv[0]), num::finish(o[8 * i + 5], inv[0])),
+                         ptx::pack<Element>(num::finish(o[8 * i + 6], inv[1]), num::finish(o[8 * i + 7], inv[1])));
       }
       ptx::fence_proxy_async();
       sync_group();

@@ -90,7 +90,7 @@ struct FwdProducer {
     x.k_row = view.k_row + static_cast<int>(view.sequence.valid.begin);
     x.k_batch = view.k_batch;
     x.head_kv = head / p.group;
-        x.batch = sequence;
+    x.batch = sequence;
     x.head = head;
     x.queries = static_cast<int>(view.sequence.queries);
     x.row = (per_head - 1 - m) * L::kRows;

@@ -56,8 +56,8 @@ struct FwdArgs {
   int32_t decode_buffers, decode_step;  // of the ring; blocks of a step
   int32_t cluster;                      // CTAs of a cluster that hold all chunks of a row tile; 0: no clusters
   int32_t one_wave;                     // all CTAs run at once
-  int64_t decode_most_rows;         // varlen: a sequence with more packed rows is prefilled
-  float *partial_out, *partial_ml;  // [item, 8, instance dim], [item, 8, 2 (reference, sum)]
+  int64_t decode_most_rows;             // varlen: a sequence with more packed rows is prefilled
+  float *partial_out, *partial_ml;      // [item, 8, instance dim], [item, 8, 2 (reference, sum)]
 
   int32_t sequences;  // varlen: batch + 1; the last one owns the rows past cu_seqlens_q[batch]
   // The varlen plan, in the order of `order`, longest keys first. Null: few sequences, decode alone, no plan.
@@ -91,8 +91,8 @@ DETATTN_HD uint32_t section_size(uint32_t heads_kv, int64_t keys, int instance_d
   return (heads_kv + sections - 1) / sections;
 }
 
-// Launches so that the kernel may start while the one before it ends; every kernel waits for that one's writes before it
-// reads or writes global memory.
+// Launches so that the kernel may start while the one before it ends; every kernel waits for that one's writes before
+// it reads or writes global memory.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_clusters(void (*kernel)(Parameters...), int cluster, int64_t ctas, int threads, size_t shared,
                             cudaStream_t stream, const Arguments&... arguments) {

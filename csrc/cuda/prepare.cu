@@ -18,8 +18,8 @@ DETATTN_DEV int block_reduce(int x, int* scratch, bool largest) {
 }
 
 // One CTA a sequence: the first and the last valid key, and, where keys between them are masked, one bit a key.
-__global__ void __launch_bounds__(kThreads) scan_mask(const uint8_t* mask, int64_t mask_batch, int64_t mask_key, int keys,
-                                                      KeySpan* spans, uint32_t* bits, int64_t words) {
+__global__ void __launch_bounds__(kThreads) scan_mask(const uint8_t* mask, int64_t mask_batch, int64_t mask_key,
+                                                      int keys, KeySpan* spans, uint32_t* bits, int64_t words) {
   __shared__ int scratch[kThreads / 32];
   ptx::wait_for_previous_kernel();
   ptx::allow_next_kernel();
@@ -83,8 +83,7 @@ DETATTN_DEV T exclusive_scan(T x, T* warp_sums, T& total) {
   return before + inclusive - x;
 }
 
-__global__ void __launch_bounds__(kPlanThreads)
-    plan_varlen(const __grid_constant__ FwdArgs p, PlanArrays plan) {
+__global__ void __launch_bounds__(kPlanThreads) plan_varlen(const __grid_constant__ FwdArgs p, PlanArrays plan) {
   int32_t* const order = plan.order;
   ptx::wait_for_previous_kernel();
   ptx::allow_next_kernel();
@@ -139,9 +138,9 @@ __global__ void __launch_bounds__(kPlanThreads)
 }
 
 // dst: dense rows of `columns` (a multiple of 8) elements in the order of (batch, head, row).
-__global__ void __launch_bounds__(kThreads) copy_rows(const uint16_t* src, int64_t batch, int64_t head, int64_t row,
-                                                      int64_t heads, int64_t rows, int64_t total, int columns,
-                                                      uint16_t* dst) {
+__global__ void __launch_bounds__(kThreads)
+    copy_rows(const uint16_t* src, int64_t batch, int64_t head, int64_t row, int64_t heads, int64_t rows, int64_t total,
+              int columns, uint16_t* dst) {
   ptx::wait_for_previous_kernel();
   ptx::allow_next_kernel();
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total;

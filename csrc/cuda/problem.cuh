@@ -8,7 +8,7 @@ namespace detattn {
 
 struct SequenceView {
   Sequence sequence;
-  int32_t q_row, k_row;    // first row in the packed tensors (0 when dense)
+  int32_t q_row, k_row;      // first row in the packed tensors (0 when dense)
   int32_t q_batch, k_batch;  // batch coordinates (0 when packed)
   int32_t holes;
 };
@@ -71,7 +71,8 @@ DETATTN_DEV int chunk_of(int key) {
   for (int i = 0; i < kChunkSteps; ++i) {
     const bool last = i == kChunkSteps - 1;
     if (!found && (last || key < chunks.step[i].end)) {
-      result = index + static_cast<int>(static_cast<unsigned>(key - begin) / static_cast<unsigned>(chunks.step[i].keys));
+      result =
+          index + static_cast<int>(static_cast<unsigned>(key - begin) / static_cast<unsigned>(chunks.step[i].keys));
       found = true;
     }
     if (!last) {

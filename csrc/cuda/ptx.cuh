@@ -1,12 +1,12 @@
 // One function per PTX instruction (PTX ISA 9.0 section numbers in the comments). Matrix products are in wgmma.cuh.
 #pragma once
 
-#include <cstdint>
-
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+
+#include <cstdint>
 
 #define DETATTN_DEV __device__ __forceinline__
 
@@ -42,7 +42,8 @@ DETATTN_DEV void mbar_wait(uint32_t bar, uint32_t parity) {
 // fence.mbarrier_init (9.7.13.4): initialised barriers become visible to the copy engine.
 DETATTN_DEV void fence_mbar_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// fence.proxy.async (9.7.13.4): this thread's ordinary shared-memory writes become visible to wgmma and the copy engine.
+// fence.proxy.async (9.7.13.4): this thread's ordinary shared-memory writes become visible to wgmma and the copy
+// engine.
 DETATTN_DEV void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // barrier.sync, barrier.arrive (9.7.13.1).
@@ -100,8 +101,9 @@ DETATTN_DEV void tma_prefetch(const CUtensorMap* map) {
 // cp.async.bulk.tensor (9.7.9.27.1.2), global to shared. Coordinates outside the tensor read as zero.
 DETATTN_DEV void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, int c0, int c1, int c2, int c3) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];"
-      ::"r"(dst), "l"(reinterpret_cast<uint64_t>(map)), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], "
+      "[%2];" ::"r"(dst),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
 DETATTN_DEV void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, int c0, int c1, int c2, int c3,
@@ -197,8 +199,8 @@ DETATTN_DEV void zero_16_bytes(uint32_t address) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(address), "r"(0) : "memory");
 }
 
-// ld.volatile, st.volatile (9.7.9.8, 9.7.9.12): stay in program order, so that the assembler cannot gather many loads at
-// the front and run out of registers.
+// ld.volatile, st.volatile (9.7.9.8, 9.7.9.12): stay in program order, so that the assembler cannot gather many loads
+// at the front and run out of registers.
 DETATTN_DEV float4 load_in_order(const float4* p) {
   float4 v;
   asm volatile("ld.volatile.v4.f32 {%0,%1,%2,%3}, [%4];"

@@ -13,8 +13,8 @@ DETATTN_DEV void write_columns(const FwdArgs& p, const SequenceView& view, int h
   if (column >= p.head_dim) return;
   const uint32_t words[2] = {ptx::pack<Element>(num::finish(o.x, inv), num::finish(o.y, inv)),
                              ptx::pack<Element>(num::finish(o.z, inv), num::finish(o.w, inv))};
-  Element* const at = static_cast<Element*>(p.out_rows.data) + view.q_batch * p.out_rows.batch + head * p.out_rows.head +
-                      (static_cast<int64_t>(view.q_row) + query) * p.out_rows.row + column;
+  Element* const at = static_cast<Element*>(p.out_rows.data) + view.q_batch * p.out_rows.batch +
+                      head * p.out_rows.head + (static_cast<int64_t>(view.q_row) + query) * p.out_rows.row + column;
   if (p.out_map_ok) {
     *reinterpret_cast<uint2*>(at) = make_uint2(words[0], words[1]);
   } else {

@@ -73,9 +73,7 @@ DETATTN_DEV float slice_sum(const float (&s)[kScores], int r) {
 DETATTN_DEV float next_sum(float l, float a, float sum) { return __fmaf_rn(l, a, sum); }
 
 // O' = O a + o b, for every element of a row and for its sum.
-DETATTN_DEV float merge(float total, float a, float chunk, float b) {
-  return __fmaf_rn(chunk, b, __fmul_rn(total, a));
-}
+DETATTN_DEV float merge(float total, float a, float chunk, float b) { return __fmaf_rn(chunk, b, __fmul_rn(total, a)); }
 
 // Weights of a row's total and of the next chunk when the chunk joins the total; moves the total's reference.
 struct MergeWeights {

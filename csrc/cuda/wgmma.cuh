@@ -1,15 +1,15 @@
 // Warpgroup matrix products (PTX ISA 9.7.15, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions").
 #pragma once
 
-#include <cstdint>
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstdint>
+
 namespace detattn::ptx {
 
-// Matrix descriptor for 128-byte swizzle (PTX ISA 9.7.15.5.1.2.2). Tiles start on 1024 bytes; a start moved by 32, 64 or
-// 96 bytes inside the swizzle row addresses the next k16 step of a K-major tile. Byte offsets: `leading`, `stride`.
+// Matrix descriptor for 128-byte swizzle (PTX ISA 9.7.15.5.1.2.2). Tiles start on 1024 bytes; a start moved by 32, 64
+// or 96 bytes inside the swizzle row addresses the next k16 step of a K-major tile. Byte offsets: `leading`, `stride`.
 __device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (static_cast<uint64_t>(leading >> 4) << 16) |
          (static_cast<uint64_t>(stride >> 4) << 32) | (1ull << 62);
@@ -34,7 +34,8 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 #define DETATTN_REGS_48 DETATTN_R0 "," DETATTN_R1 "," DETATTN_R2
 #define DETATTN_REGS_64 DETATTN_R0 "," DETATTN_R1 "," DETATTN_R2 "," DETATTN_R3
 #define DETATTN_REGS_96 DETATTN_R0 "," DETATTN_R1 "," DETATTN_R2 "," DETATTN_R3 "," DETATTN_R4 "," DETATTN_R5
-#define DETATTN_REGS_128 DETATTN_R0 "," DETATTN_R1 "," DETATTN_R2 "," DETATTN_R3 "," DETATTN_R4 "," DETATTN_R5 "," DETATTN_R6 "," DETATTN_R7
+#define DETATTN_REGS_128 \
+  DETATTN_R0 "," DETATTN_R1 "," DETATTN_R2 "," DETATTN_R3 "," DETATTN_R4 "," DETATTN_R5 "," DETATTN_R6 "," DETATTN_R7
 #define DETATTN_ACC_4(d, o) "+f"(d[o]), "+f"(d[o + 1]), "+f"(d[o + 2]), "+f"(d[o + 3])
 #define DETATTN_ACC_16(d, o) \
   DETATTN_ACC_4(d, o), DETATTN_ACC_4(d, o + 4), DETATTN_ACC_4(d, o + 8), DETATTN_ACC_4(d, o + 12)
@@ -46,9 +47,9 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 
 // wgmma.wait_group (9.7.15.7.3): at most kPending groups stay in flight. The accumulators are tied to the wait so that
 // the compiler cannot move their uses above it.
-#define DETATTN_WAIT(REGS)                                                                                     \
-  template <int kPending>                                                                                      \
-  __device__ __forceinline__ void wgmma_wait(float (&d)[REGS]) {                                               \
+#define DETATTN_WAIT(REGS)                                                                                           \
+  template <int kPending>                                                                                            \
+  __device__ __forceinline__ void wgmma_wait(float (&d)[REGS]) {                                                     \
     asm volatile("wgmma.wait_group.sync.aligned %" #REGS ";" : DETATTN_ACC_##REGS(d, 0) : "n"(kPending) : "memory"); \
   }
 DETATTN_WAIT(4)
@@ -64,26 +65,28 @@ DETATTN_WAIT(128)
 template <typename Element, int kN>
 struct Mma;
 
-#define DETATTN_MMA(N, REGS, ELEMENT, TYPE, I0, I1, I2, I3, IB, IACC, ITB)                                        \
-  template <>                                                                                                      \
-  struct Mma<ELEMENT, N> {                                                                                         \
-    template <int kTransB>                                                                                         \
+#define DETATTN_MMA(N, REGS, ELEMENT, TYPE, I0, I1, I2, I3, IB, IACC, ITB)                                          \
+  template <>                                                                                                       \
+  struct Mma<ELEMENT, N> {                                                                                          \
+    template <int kTransB>                                                                                          \
     static __device__ __forceinline__ void rs(float (&d)[REGS], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, \
-                                              uint64_t b, int accumulate) {                                        \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #IACC ", 0;\n"                                            \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" DETATTN_REGS_##REGS "}, {%" #I0 \
-                   ",%" #I1 ",%" #I2 ",%" #I3 "}, %" #IB ", p, 1, 1, %" #ITB ";\n}\n"                              \
-                   : DETATTN_ACC_##REGS(d, 0)                                                                      \
-                   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate), "n"(kTransB));                   \
-    }                                                                                                              \
-    template <int kTransA, int kTransB>                                                                            \
-    static __device__ __forceinline__ void ss(float (&d)[REGS], uint64_t a, uint64_t b, int accumulate) {          \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2 ", 0;\n"                                              \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" DETATTN_REGS_##REGS "}, %" #I0 \
-                   ", %" #I1 ", p, 1, 1, %" #I3 ", %" #IB ";\n}\n"                                                 \
-                   : DETATTN_ACC_##REGS(d, 0)                                                                      \
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB));                                 \
-    }                                                                                                              \
+                                              uint64_t b, int accumulate) {                                         \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #IACC                                                       \
+                   ", 0;\n"                                                                                         \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" DETATTN_REGS_##REGS         \
+                   "}, {%" #I0 ",%" #I1 ",%" #I2 ",%" #I3 "}, %" #IB ", p, 1, 1, %" #ITB ";\n}\n"                   \
+                   : DETATTN_ACC_##REGS(d, 0)                                                                       \
+                   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate), "n"(kTransB));                    \
+    }                                                                                                               \
+    template <int kTransA, int kTransB>                                                                             \
+    static __device__ __forceinline__ void ss(float (&d)[REGS], uint64_t a, uint64_t b, int accumulate) {           \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                                         \
+                   ", 0;\n"                                                                                         \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" DETATTN_REGS_##REGS         \
+                   "}, %" #I0 ", %" #I1 ", p, 1, 1, %" #I3 ", %" #IB ";\n}\n"                                       \
+                   : DETATTN_ACC_##REGS(d, 0)                                                                       \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB));                                  \
+    }                                                                                                               \
   };
 DETATTN_MMA(8, 4, __nv_bfloat16, "bf16", 4, 5, 6, 7, 8, 9, 10)
 DETATTN_MMA(8, 4, __half, "f16", 4, 5, 6, 7, 8, 9, 10)

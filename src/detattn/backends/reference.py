@@ -73,7 +73,13 @@ class ReferenceBackend:
             shift = _tree_sum(upstream * s.of(out).to(lse.dtype))
             if dlse is not None:
                 shift = shift - s.of_lse(dlse)
-            row_lse = s.of_lse(lse)
+            # A row whose upstream gradients are zero adds nothing, whatever it holds: padded queries may be NaN.
+            idle = (upstream == 0).all(-1)
+            if dlse is not None:
+                idle = idle & (s.of_lse(dlse) == 0)
+            shift = shift.masked_fill(idle, 0.0)
+            row_lse = s.of_lse(lse).masked_fill(idle, 0.0)
+            s = s._replace(q=s.q.masked_fill(idle[..., None], 0.0))
             s.of(dq)[...], s.of_keys(dk)[...], s.of_keys(dv)[...] = _backward(
                 s, upstream, shift, row_lse, options, q.dtype
             )
