@@ -77,6 +77,37 @@ def cpu_overhead() -> str:
     return table(("call", "detattn us", "SDPA us", "ratio"), rows)
 
 
+def gpu_prefill() -> str:
+    """Prefill rows as rested/unrested pairs beside cuDNN."""
+    rows: dict[str, dict[str, dict]] = {}
+    for r in _results("h200_forward.json")["rows"]:
+        if r["unit"] == "TFLOP/s" and "cudnn" in r and r["shape"].count(",") >= 6:
+            rows.setdefault(r["shape"], {})[r["mode"]] = r
+    table_rows = []
+    for shape, modes in rows.items():
+        mask, sq, sk, batch, dim, heads, kv, *kind = shape.split(",")
+        name = f"{'causal' if mask == 'c' else 'full'} {sq}" + ("" if sq == sk else f" x {sk}")
+        cells = []
+        for mode in ("rested", "unrested"):
+            r = modes.get(mode)
+            cells += [r["ours"], r["cudnn"], f"{r['ours'] / r['cudnn']:.2f}"] if r else ["", "", ""]
+        table_rows.append((name, batch, dim, f"{heads}/{kv}", f"fp{kind[0][1:]}" if kind else "bf16", *cells))
+    head = ("shape", "batch", "head dim", "heads", "dtype", "rested", "cuDNN", "ratio", "unrested", "cuDNN", "ratio")
+    return table(head, table_rows)
+
+
+def gpu_decode() -> str:
+    rows = []
+    for r in _results("h200_forward.json")["rows"]:
+        if r["unit"] == "us" and "cudnn" in r:
+            batch, length, dim, heads, kv, *page = r["shape"].split(",")
+            kind = f"pages of {page[0]}" if page else "dense"
+            rows.append(
+                (batch, length, dim, f"{heads}/{kv}", kind, r["ours"], r["cudnn"], f"{r['ours'] / r['cudnn']:.2f}")
+            )
+    return table(("batch", "context", "head dim", "heads", "cache", "detattn us", "cuDNN us", "ratio"), rows)
+
+
 def audit_checks() -> str:
     from detattn.audit import checks_markdown
 
@@ -84,7 +115,7 @@ def audit_checks() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (promises, constants, cpu_throughput, cpu_overhead, audit_checks)
+    f.__name__: f for f in (promises, constants, cpu_throughput, cpu_overhead, gpu_prefill, gpu_decode, audit_checks)
 }
 
 
