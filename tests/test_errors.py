@@ -76,6 +76,8 @@ DENSE = {
         TypeError,
         ["scale came as a tensor", "float(scale)"],
     ),
+    "scale of another kind": (lambda q, k, v: {"scale": "a"}, TypeError, ["scale came as 'a'", "a number"]),
+    "fractional window": (lambda q, k, v: {"window_left": 2.5}, TypeError, ["window_left came as 2.5", "an int"]),
     "softcap < 0": (lambda q, k, v: {"softcap": -1.0}, ValueError, ["softcap is -1.0", "0 (none)"]),
     "softcap NaN": (lambda q, k, v: {"softcap": math.nan}, ValueError, ["softcap is nan"]),
     "window_left": (lambda q, k, v: {"window_left": -2}, ValueError, ["window_left is -2", "-1 (unbounded)"]),
@@ -95,10 +97,19 @@ def test_dense(device: str, change, kind, parts) -> None:
             detattn.attention(leaves.pop("q"), leaves.pop("k"), leaves.pop("v"), **leaves)
         assert all(p in str(caught.value) for p in ["detattn: ", *parts]), str(caught.value)
     op_args = dict(args)
-    if "scale" not in args or not isinstance(args["scale"], torch.Tensor):
+    if not isinstance(args.get("scale"), (torch.Tensor, str)) and args.get("window_left") != 2.5:
         with pytest.raises(kind) as caught:
             torch.ops.detattn.attention(**op_args)
         assert all(p in str(caught.value) for p in parts)
+
+
+def test_lists_are_not_tensors(device: str) -> None:
+    q, k, v = qkv(device)
+    with pytest.raises(TypeError, match="q came as list"):
+        detattn.attention(q.tolist(), k, v)
+    args = varlen_args(device)
+    with pytest.raises(TypeError, match="cu_seqlens_q came as list"):
+        detattn.attention_varlen(**(args | {"cu_seqlens_q": [0, 4, 9]}))
 
 
 def cu(device: str, *values: int) -> torch.Tensor:
@@ -125,7 +136,7 @@ VARLEN_CPU = {
     "beyond": (lambda d, a: {"cu_seqlens_k": cu(d, 0, 4, 10)}, ValueError, ["runs from 0 to 10", "0..9"]),
     "negative": (lambda d, a: {"cu_seqlens_k": cu(d, -1, 4, 9)}, ValueError, ["runs from -1"]),
     "too many used": (lambda d, a: {"seqused_k": cu(d, 5, 5)}, ValueError, ["seqused_k[0] is 5", "0..4"]),
-    "max_seqlen_q": (lambda d, a: {"max_seqlen_q": 4}, ValueError, ["max_seqlen_q is 4", "here 5 or more"]),
+    "max_seqlen_q": (lambda d, a: {"max_seqlen_q": 4}, ValueError, ["max_seqlen_q is 4", "5 or more, the longest"]),
     "max_seqlen_k": (lambda d, a: {"max_seqlen_k": 2}, ValueError, ["max_seqlen_k is 2", "None is always right"]),
 }
 

@@ -1,7 +1,7 @@
 """Attention whose bits you can trust.
 
 ``detattn.attention`` and ``detattn.attention_varlen`` return, for a row, bits that depend on that row's query and its
-visible keys alone; ``detattn.audit`` checks any attention for the same.
+visible keys alone; the package ``detattn.audit`` (imported by that name) checks any attention for the same.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ def _load(stem: str) -> str | None:
     """Loads ``stem``'s library; the reason in words where it cannot be had."""
     found = sorted(_HERE.glob(f"{stem}.*so"))
     if not found:
-        return f"the compiled library {stem} is not part of this installation (see how it was built)"
+        return f"the compiled library {stem} is not part of this installation (no nvcc when it was built?)"
     torch.ops.load_library(found[0])  # type: ignore[no-untyped-call]
     return None
 

@@ -37,11 +37,15 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention whose bits for a row depend on that row's query and its visible keys alone.
 
+    The layout is PyTorch's, ``[B, H, S, D]``, not FlashAttention's ``[B, S, H, D]``: those tensors pass as
+    ``x.transpose(1, 2)``. Where S and H happen to fit both readings, nothing can tell them apart.
+
     Args:
         q: ``[B, Hq, Sq, D]``, fp32, fp64, bf16 or fp16; D up to 256.
         k, v: ``[B, Hkv, Skv, D]``; ``Hq`` is a multiple of ``Hkv``. Any strides are right; where the last one is not 1
             a copy is made.
-        key_padding_mask: bool ``[B, Skv]``, True = keep. What masked keys and values hold (NaN too) has no effect.
+        key_padding_mask: bool ``[B, Skv]``, True = keep. What masked keys and values hold (NaN too) has no effect; on
+            GPUs values masked *between* valid keys must be finite.
         sinks: ``[Hq]``, a logit per query head that joins the softmax denominator.
         causal: key j is visible to query i only where ``j <= Skv - Sq + i`` (bottom-right aligned).
         scale: multiplies q.k; ``1/sqrt(D)`` where None.
@@ -109,7 +113,8 @@ def attention_varlen(
         sinks, causal, scale, window_left, window_right, softcap, return_lse, backend: as in ``attention``.
 
     Returns:
-        ``out [Tq, Hq, D]``, and where asked ``lse [Hq, Tq]``. Differentiable once, except through a paged cache.
+        ``out [Tq, Hq, D]``, and where asked ``lse [Hq, Tq]``. Differentiable once, except through a paged cache: its
+        backward raises ``UnsupportedError``.
 
     Raises:
         TypeError, ValueError: what came, what is supported, what to do. On the CPU the index tensors' contents are

@@ -50,6 +50,8 @@ def options(
     for name, value in (("scale", scale), ("softcap", softcap)):
         if isinstance(value, Tensor):
             raise TypeError(_fail(f"{name} came as a tensor", "a Python float", f"Pass float({name})."))
+        if value is not None and not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+            raise TypeError(_fail(f"{name} came as {value!r}", "a number", "Pass a Python float."))
     if scale is None:
         scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
     elif not (0.0 < scale < math.inf):
@@ -57,6 +59,8 @@ def options(
     if not (0.0 <= softcap < math.inf):
         raise ValueError(_fail(f"softcap is {softcap}", "0 (none) or a finite number above 0", "Pass 0.0 for none."))
     for name, window in (("window_left", window_left), ("window_right", window_right)):
+        if not isinstance(window, (int, torch.SymInt)):
+            raise TypeError(_fail(f"{name} came as {window!r}", "an int, a count of keys", f"Pass int({name})."))
         if window < -1:
             raise ValueError(_fail(f"{name} is {window}", "-1 (unbounded) or a count of keys", "Pass -1 for none."))
     return Options(causal, scale, window_left, window_right, softcap)
@@ -81,6 +85,15 @@ def _heads(q: Tensor, k: Tensor, hq: int, hkv: int, head_dim: int) -> None:
                 "Tensors laid out [B, S, H, D] must be transposed: x.transpose(1, 2), no copy needed.",
             )
         )
+
+
+def tensors(**given: object) -> None:
+    """Checks that what must be a tensor is one. Raises TypeError."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                _fail(f"{name} came as {type(value).__name__}", "a torch.Tensor", f"Pass torch.tensor({name}).")
+            )
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, sinks: Tensor | None) -> None:
@@ -278,7 +291,9 @@ def bounds(q: Tensor, k: Tensor, seqs: Sequences, max_seqlen_q: object, max_seql
         longest_k = int(seqs.cu_seqlens_k.diff().max()) if seqs.cu_seqlens_k.shape[0] > 1 else 0
     for name, bound, longest in (("max_seqlen_q", max_seqlen_q, longest_q), ("max_seqlen_k", max_seqlen_k, longest_k)):
         if bound is not None and int(bound) < longest:  # type: ignore[call-overload]
-            raise ValueError(_fail(f"{name} is {bound}", f"a bound, here {longest} or more", "None is always right."))
+            raise ValueError(
+                _fail(f"{name} is {bound}", f"{longest} or more, the longest sequence", "None is always right.")
+            )
 
 
 def gradients(q: Tensor, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor) -> None:

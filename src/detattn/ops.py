@@ -424,6 +424,7 @@ def call_attention(
     """``detattn::attention`` with all eleven arguments, by the shortest road that keeps its meaning."""
     result: tuple[Tensor, Tensor]
     if not _shortcut(q, k, v, sinks):
+        checks.tensors(q=q, k=k, v=v)
         _refuse_forward_transform(q, k, v, sinks)
         result = _op(q, k, v, mask, sinks, *rest)
     elif _wants_grad(q, k, v, sinks):
@@ -447,7 +448,9 @@ def call_attention_varlen(
     """``detattn::attention_varlen`` with all fourteen arguments, by the shortest road that keeps its meaning."""
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, sinks)
     result: tuple[Tensor, Tensor]
+    checks.tensors(cu_seqlens_q=cu_seqlens_q)
     if not _shortcut(q, k, v, sinks):
+        checks.tensors(q=q, k=k, v=v)
         _refuse_forward_transform(q, k, v, sinks)
         result = _op_varlen(*tensors, *rest)
     elif _wants_grad(q, k, v, sinks):

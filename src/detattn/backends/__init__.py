@@ -37,7 +37,7 @@ def select(spec: Spec, name: str | None = None) -> Backend:
         reason = _BY_NAME[name].supports(spec)
         if reason is None:
             return _BY_NAME[name]
-        raise UnsupportedError(f"detattn: backend {name!r} does not serve this call: it {reason}")
+        raise UnsupportedError(f"detattn: backend {name!r} does not serve this call: {reason}")
     for backend in _AUTOMATIC:
         if backend.supports(spec) is None:
             return backend
