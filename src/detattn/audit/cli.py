@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: object) -> int:
-    print(f"detattn: {error}", file=sys.stderr)
+    print(f"detattn: {str(error).removeprefix('detattn: ')}", file=sys.stderr)
     return COULD_NOT_RUN
 
 
@@ -120,7 +120,7 @@ def _audit(arguments: argparse.Namespace) -> int:
     if arguments.list:
         return _list(arguments.markdown)
     dtype = _DTYPES[arguments.dtype]
-    ids = [id.strip() for id in arguments.checks.split(",")] if arguments.checks else None
+    ids = [id.strip() for id in arguments.checks.split(",") if id.strip()] if arguments.checks else None
     try:
         select(ids)
         device, target = _find(arguments, dtype)
