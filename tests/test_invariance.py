@@ -493,11 +493,13 @@ def test_mask_neutral(case: Case) -> None:
         want = case.run(x, grad=False)
         ones = torch.ones(2, case.length, dtype=torch.bool, device=case.device)
         assert_same_bits(want, case.run(x, grad=False, window_left=case.length), BUDGET)
+        assert_same_bits(want, case.run(x, grad=False, window_left=2**63 - 1, window_right=2**63 - 1), BUDGET)
         assert_same_bits(want, case.run(x, grad=False, window_left=case.length - 1, window_right=3), BUDGET)
         assert_same_bits(want, case.run(x, grad=False, key_padding_mask=ones), BUDGET)
         full = case.run(x, grad=False, causal=False)
-        wide = case.run(x, grad=False, causal=False, window_left=case.length, window_right=case.length)
-        assert_same_bits(full, wide, BUDGET)
+        for window in (case.length, 2**40, 2**63 - 1):
+            wide = case.run(x, grad=False, causal=False, window_left=window, window_right=window)
+            assert_same_bits(full, wide, BUDGET)
         must_differ(want, full)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from . import contract
 from .backends.base import Layout, Options, Sequences
 
+_ENDLESS = 1 << 40
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -63,6 +64,8 @@ def options(
             raise TypeError(_fail(f"{name} came as {window!r}", "an int, a count of keys", f"Pass int({name})."))
         if window < -1:
             raise ValueError(_fail(f"{name} is {window}", "-1 (unbounded) or a count of keys", "Pass -1 for none."))
+    # A window past every sequence is none, and arithmetic on it must not overflow.
+    window_left, window_right = (-1 if w >= _ENDLESS else w for w in (window_left, window_right))
     return Options(causal, scale, window_left, window_right, softcap)
 
 
