@@ -145,7 +145,7 @@ def test_no_spills_in_the_kernels() -> None:
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
 @pytest.mark.parametrize("source", sorted((ROOT / "csrc" / "cuda").glob("*.cu")), ids=lambda p: p.name)
 def test_cuda_sources_are_valid_for_other_architectures(source: Path, tmp_path: Path) -> None:
-    """The language, not the instructions: the front end accepts them for sm_80; machine code is made for sm_90a alone."""
+    """The language, not the instructions: the front end takes them for sm_80; machine code is made for sm_90a alone."""
     command = ["nvcc", "-std=c++20", "-ptx", "-arch=compute_80", "-Xcicc", "-O0", f"-I{ROOT / 'csrc'}", str(source)]
     done = subprocess.run([*command, "-o", str(tmp_path / "out.ptx")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
