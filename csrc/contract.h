@@ -13,7 +13,7 @@
 
 namespace detattn {
 
-constexpr int kContractVersion = 1;
+constexpr int kContractVersion = 2;
 constexpr int kMaxHeadDim = 256;
 
 // The exponent reference of a row moves only when the block maximum passes it by more than this many powers of two.
@@ -31,11 +31,11 @@ struct ChunkStep {
   int32_t keys;
 };
 constexpr int64_t kUnbounded = INT64_MAX;
-constexpr int kChunkSteps = 3;
+constexpr int kChunkSteps = 2;
 struct ChunkSchedule {
   ChunkStep step[kChunkSteps];
 };
-constexpr ChunkSchedule kChunks = {{{8192, 512}, {32768, 1024}, {kUnbounded, 2048}}};
+constexpr ChunkSchedule kChunks = {{{32768, 1024}, {kUnbounded, 2048}}};
 
 // Index of the chunk that holds relative key `key`.
 DETATTN_HD constexpr int64_t chunk_index(int64_t key) {

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-VERSION = 1
+VERSION = 2
 """Names the whole arithmetic. A change that can move any bit of any backend raises it."""
 
 MAX_HEAD_DIM = 256
@@ -23,7 +23,7 @@ BLOCK_KEYS_WIDE = 64
 BLOCK_WIDE_ABOVE = 128
 
 UNBOUNDED = 2**63 - 1
-CHUNK_SCHEDULE: tuple[tuple[int, int], ...] = ((8192, 512), (32768, 1024), (UNBOUNDED, 2048))
+CHUNK_SCHEDULE: tuple[tuple[int, int], ...] = ((32768, 1024), (UNBOUNDED, 2048))
 """``(end, keys)``: below relative key ``end`` a chunk holds ``keys`` keys."""
 
 
@@ -41,8 +41,8 @@ def chunks(keys: int) -> Iterator[tuple[int, int]]:
     """The chunks ``(begin, end)`` that cover ``keys`` relative keys, left to right; the last one is cut at ``keys``.
 
     Example:
-        >>> list(chunks(1100))
-        [(0, 512), (512, 1024), (1024, 1100)]
+        >>> list(chunks(2500))
+        [(0, 1024), (1024, 2048), (2048, 2500)]
     """
     begin = 0
     for end, size in CHUNK_SCHEDULE:
