@@ -7,6 +7,7 @@ A red test means that bits moved. If that was meant: raise ``VERSION`` in ``cont
 from __future__ import annotations
 
 import hashlib
+import unittest
 
 import torch
 from common import attention, offsets, pack, raw, run, varlen
@@ -61,6 +62,9 @@ def results(backend: str, device: str, dtype: torch.dtype, grad: bool, length: i
     cu_q, cu_k = offsets([10, 30], device), offsets([50, length - 50], device)
     call("packed", *rows, function=lambda q, k, v, **o: varlen(q, k, v, cu_q, cu_k, **o))
     return "\n".join(lines) + "\n"
+
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 class TestGolden(TestCase):
@@ -161,6 +165,20 @@ mask out:29bb16483b86 lse:e2fcc6451777 dq:c3e2b9ecb026 dk:2e9ce0527b00 dv:f2aeaa
 sinks out:4dd68488a738 lse:5f744b5bda9a
 packed out:afffe500c2be lse:191f178ade82 dq:141a56dd86e7 dk:a60449218f87 dv:18bb78797676
 """,
+        )
+
+    @unittest.skipUnless(HOPPER, "needs a Hopper GPU")
+    def test_cuda_sm90_bfloat16(self) -> None:
+        self.assertExpectedInline(
+            results("cuda", "cuda", torch.bfloat16, False, 1300),
+            """""",
+        )
+
+    @unittest.skipUnless(HOPPER, "needs a Hopper GPU")
+    def test_cuda_sm90_float16(self) -> None:
+        self.assertExpectedInline(
+            results("cuda", "cuda", torch.float16, False, 1300),
+            """""",
         )
 
     def test_a_moved_bit_moves_the_digest(self) -> None:
