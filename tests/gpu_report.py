@@ -28,6 +28,8 @@ SUITE = (
     "test_contract.py",
     "test_golden.py",
     "test_serving.py",
+    "test_known_faults.py",
+    "test_known_gradient_faults.py",
     "test_scale.py",
 )
 """The files whose tests follow ``--device``."""

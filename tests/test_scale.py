@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import attention, differing, error, offsets, pack, raw, run, varlen
+from common import attention, differing, error, offsets, pack, paged, raw, run, upstream, varlen
+from conftest import serves
 from oracle import dense as oracle
 from test_serving import Bits, inputs
 from torch import Tensor
@@ -168,3 +169,73 @@ def test_lengths_that_change_between_calls_leave_no_trace(device: str) -> None:
         attention(*long)
         got = run(attention, *short, grad=False)
         assert differing(want["out"], got["out"]) == 0 and differing(want["lse"], got["lse"]) == 0
+
+
+def test_the_last_pages_of_a_pool_past_31_bits(device: str) -> None:
+    part = [t[0] for t in inputs(device, 1, 4, 2, 3, 900, 128)]
+    pages = (1 << 31) // (64 * 2 * 128) + 40
+    pools = [torch.full((pages, 64, 2, 128), NAN, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    order = list(range(pages - 15, pages))
+    for pool, t in zip(pools, part[1:], strict=True):
+        pool[order] = paged(t, 64, list(range(15)))[:15]
+    table = torch.tensor([order], dtype=torch.int32, device=device)
+    used = torch.tensor([900], dtype=torch.int32, device=device)
+    got = varlen(pack(part[0]), *pools, offsets([3], device), block_table=table, seqused_k=used)
+    want = attention(*(t[None] for t in part))
+    assert differing(pack(want[0][0]), got[0]) == 0 and differing(want[1][0], got[1]) == 0
+
+
+def test_gradients_of_8300_single_tokens(device: str) -> None:
+    if not serves("cuda", device, torch.bfloat16, backward=True):
+        pytest.skip("no backward on this device")
+    x = inputs(device, 8300, 16, 16, 1, 1, 128)
+    got = run(attention, *x, dlse=torch.zeros(8300, 16, 1, device=device))
+    assert differing(got["dv"], upstream(got["out"], 1)) == 0
+    assert got["dq"].abs().max() < 1e-5 and got["dk"].abs().max() < 1e-5
+
+
+def test_gradients_of_80_000_sequences(device: str) -> None:
+    if not serves("cuda", device, torch.bfloat16, backward=True):
+        pytest.skip("no backward on this device")
+    n = 80_000
+    q, k, v = (pack(t[0]).contiguous() for t in inputs(device, 1, 2, 1, n * 16, n * 16, 64))
+    cu = torch.arange(n + 1, dtype=torch.int32, device=device) * 16
+    got = run(varlen, q, k, v, cu_q=cu, cu_k=cu)
+    dout, dlse = upstream(got["out"], 1), upstream(got["lse"], 2)
+    for b in (0, 40_000, n - 1):
+        at = slice(b * 16, b * 16 + 16)
+        up = {"dout": pack(dout[at])[None], "dlse": dlse[:, at][None]}
+        alone = run(attention, *(pack(t[at])[None] for t in (q, k, v)), **up)
+        assert all(differing(pack(alone[m][0]), got[m][at]) == 0 for m in ("dq", "dk", "dv"))
+
+
+def test_an_upstream_gradient_whose_rows_pass_31_bits(device: str) -> None:
+    if not serves("cuda", device, torch.bfloat16, backward=True):
+        pytest.skip("no backward on this device")
+    rows, stride = 230_000, 9728
+    x = [pack(t[0]).contiguous() for t in inputs(device, 1, 1, 1, rows, rows, 96)]
+    cu = torch.arange(rows // 1000 + 1, dtype=torch.int32, device=device) * 1000
+    room = torch.empty(rows * stride, dtype=torch.bfloat16, device=device)
+    far = room.as_strided((rows, 1, 96), (stride, 96, 1))
+    near = upstream(x[0], 1)
+    far.copy_(near)
+    dlse = torch.zeros(1, rows, device=device)
+    want = run(varlen, *x, cu_q=cu, cu_k=cu, dout=near, dlse=dlse)
+    got = run(varlen, *x, cu_q=cu, cu_k=cu, dout=far, dlse=dlse)
+    assert all(differing(want[m], got[m]) == 0 for m in ("dq", "dk", "dv"))
+
+
+def test_memory_of_the_backward_is_linear(device: str) -> None:
+    if not serves("cuda", device, torch.bfloat16, backward=True):
+        pytest.skip("no backward on this device")
+    peaks = []
+    for length in (4096, 16_384, 65_536):
+        x = [t.requires_grad_() for t in inputs(device, 1, 2, 1, length, length, 128)]
+        out, _ = attention(*x)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(out, x, torch.ones_like(out))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    fp32_dq = 2 * 65_536 * 128 * 4
+    assert peaks[2] <= 4.5 * peaks[1] <= 4.5 * 4.5 * peaks[0]
+    assert peaks[2] <= 2 * fp32_dq + 3 * (2 * 65_536 * 128 * 2)  # two fp32 dQ, and the gradients themselves
