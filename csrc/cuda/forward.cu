@@ -60,6 +60,7 @@ constexpr int kMostScanned = 96;
 struct Work {
   bool prefill, decode, plan;
   bool cluster;          // the chunks of decoded rows are merged inside clusters, not through the workspace
+  int split;             // CTAs that share a chunk; 0: a CTA a chunk
   int64_t most_rows;     // packed rows of a sequence in decode
   int64_t max_chunks;    // of a sequence in decode
   int64_t row_tiles;     // decode tiles of 8 rows, all sequences and key heads
@@ -97,8 +98,20 @@ Work plan_work(const FwdParams& p, int sms) {
     w.row_tiles = int64_t{p.batch} * p.heads_kv * ceil_div(p.seqlen_q * group, kDecodeRows);
     w.decode_items = w.row_tiles * w.max_chunks;
   }
-  // Clusters of several CTAs schedule badly when they do not all run at once.
-  w.cluster = !p.cu_seqlens_q && w.max_chunks > 1 && w.max_chunks <= kDecodeMaxCluster && w.decode_items <= sms;
+  // Clusters schedule badly when they do not all run at once. Few chunks are shared by several CTAs each, and merged in
+  // the same cluster where that has room for all chunks of a row tile.
+  const bool first_step = p.seqlen_k <= kChunks.step[0].end;
+  for (const int ways : split_ways(instance_dim(p.head_dim)).ways) {
+    if (ways == 0 || !first_step || w.decode_items * ways > sms) continue;
+    const bool merged = !p.cu_seqlens_q && ways * w.max_chunks <= kDecodeMaxCluster;
+    if (w.split == 0 || (merged && !w.cluster)) {
+      w.split = ways;
+      w.cluster = merged;
+    }
+  }
+  if (w.split == 0) {
+    w.cluster = !p.cu_seqlens_q && w.max_chunks > 1 && w.max_chunks <= kDecodeMaxCluster && w.decode_items <= sms;
+  }
   return w;
 }
 
@@ -243,6 +256,8 @@ int cuda_forward(const FwdParams& p, void* workspace, void* stream_handle, int, 
     if (const cudaError_t e = to_scratch(v, nk, w.v)) return e;
   }
   args.q_rows = q;
+  args.v_rows = v;
+  args.num_pages = static_cast<int32_t>(std::min<int64_t>(p.num_pages, INT32_MAX));
   const Rows out = {p.out.data, p.out.batch, p.out.head, p.out.row};
   args.out_map_ok = addressable(out, nq);
   args.box_keys = block_keys(dim);
@@ -312,6 +327,17 @@ int cuda_forward(const FwdParams& p, void* workspace, void* stream_handle, int, 
     args.decode_items = work.decode_items;
     // Two CTAs share a multiprocessor where there is work for both, with steps of 256 keys; otherwise one takes a
     // longer ring and steps of 512 keys.
+    if (work.split) {
+      args.split = work.split;
+      args.cluster = work.split * (work.cluster ? args.max_chunks : 1);
+      const int own = static_cast<int>(ceil_div(kChunks.step[0].keys / block_keys(dim), work.split));
+      args.decode_buffers = std::min(own, 2);
+      args.one_wave = 1;
+      const int ctas = static_cast<int>(work.decode_items * work.split);
+      if (const cudaError_t e = instance.decode_split[bf16][softcap](args, ctas, stream)) return e;
+      return work.max_chunks > 1 && !work.cluster ? launch_combine(args, p.dtype, dim, work.row_tiles, sms, stream)
+                                                  : cudaSuccess;
+    }
     constexpr int kShared = 232448, kSharedOfTwo = 115712;
     const auto& shared = instance.decode_shared;
     const int block = block_keys(dim);

@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "decode_sm90.cuh"
+#include "decode_split_sm90.cuh"
 #include "fwd_sm90.cuh"
 
 namespace detattn {
@@ -46,6 +47,16 @@ cudaError_t launch_decode(const FwdArgs& args, int ctas, cudaStream_t stream) {
   return launch_clusters(kernel, args.cluster, ctas, kDecodeThreads, decode_shared_bytes<kHeadDim>(args), stream, args);
 }
 
+template <typename Element, int kHeadDim, bool kSoftcap>
+cudaError_t launch_decode_split(const FwdArgs& args, int ctas, cudaStream_t stream) {
+  static std::atomic<bool> raised[kMaxDevices];
+  const auto kernel = decode_split_kernel<Element, kHeadDim, kSoftcap>;
+  constexpr uint32_t kMost = 232448;
+  if (const cudaError_t e = raise_shared_limit(reinterpret_cast<const void*>(kernel), kMost, raised)) return e;
+  const uint32_t bytes = SplitLayout<kHeadDim>{args.split, args.decode_buffers}.bytes();
+  return launch_clusters(kernel, args.cluster, ctas, kSplitThreads, bytes, stream, args);
+}
+
 template <int kHeadDim>
 const Instance& instance() {
   static const Instance table = {
@@ -53,6 +64,8 @@ const Instance& instance() {
        {launch_fwd<__nv_bfloat16, kHeadDim, false>, launch_fwd<__nv_bfloat16, kHeadDim, true>}},
       {{launch_decode<__half, kHeadDim, false>, launch_decode<__half, kHeadDim, true>},
        {launch_decode<__nv_bfloat16, kHeadDim, false>, launch_decode<__nv_bfloat16, kHeadDim, true>}},
+      {{launch_decode_split<__half, kHeadDim, false>, launch_decode_split<__half, kHeadDim, true>},
+       {launch_decode_split<__nv_bfloat16, kHeadDim, false>, launch_decode_split<__nv_bfloat16, kHeadDim, true>}},
       {DecodeLayout<kHeadDim>::kKVBytes, DecodeLayout<kHeadDim>::kP, DecodeLayout<kHeadDim>::kBlockBytes}};
   return table;
 }

@@ -30,13 +30,13 @@ struct FwdArgs {
   Mask mask;
   const int32_t *cu_seqlens_q, *cu_seqlens_k, *seqused_k, *block_table;
   int64_t table_batch;
-  int32_t page_size, box_keys;  // box_keys: keys of one copy, a power of two that divides the page size
+  int32_t num_pages, page_size, box_keys;  // box_keys: keys of one copy, a power of two that divides the page size
   const float* sinks;
 
   float kappa, scale, cap;  // num::Scaling
 
   MutableRows out_rows, lse;
-  Rows q_rows;
+  Rows q_rows, v_rows;
   int32_t out_map_ok;  // 0: `out` cannot be described by a tensor map
 
   // Workspace.
@@ -55,6 +55,7 @@ struct FwdArgs {
   int32_t row_tiles, max_chunks;
   int32_t decode_buffers, decode_step;  // of the ring; blocks of a step
   int32_t cluster;                      // CTAs of a cluster that hold all chunks of a row tile; 0: no clusters
+  int32_t split;                        // CTAs that share a chunk; 0: a CTA a chunk
   int32_t one_wave;                     // all CTAs run at once
   int64_t decode_most_rows;             // varlen: a sequence with more packed rows is prefilled
   float *partial_out, *partial_ml;      // [item, 8, instance dim], [item, 8, 2 (reference, sum)]
@@ -73,6 +74,7 @@ using FwdLauncher = cudaError_t (*)(const FwdArgs& args, int ctas, cudaStream_t 
 struct Instance {
   FwdLauncher forward[2][2];  // [bf16][softcap]
   FwdLauncher decode[2][2];
+  FwdLauncher decode_split[2][2];
   struct {
     int buffer, fixed, step_block;  // bytes of shared memory: a buffer of the ring, the fixed part, a block of a step
   } decode_shared;

@@ -93,6 +93,23 @@ DETATTN_DEV float2 load_remote2(uint32_t address) {
   return v;
 }
 
+DETATTN_DEV void store_remote(uint32_t address, float v) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+DETATTN_DEV void store_remote2(uint32_t address, float2 v) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
+}
+DETATTN_DEV void store_remote4(uint32_t address, uint4 v) {
+  asm volatile("st.shared::cluster.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// cp.async (9.7.9.25.3.1) of 16 bytes, or of as many zeros where `bytes` is 0 (nothing is read then).
+DETATTN_DEV void copy_16_bytes(uint32_t dst, const void* src, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+}
+DETATTN_DEV void copies_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // prefetch.tensormap (9.7.9.15).
 DETATTN_DEV void tma_prefetch(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
@@ -176,6 +193,12 @@ DETATTN_DEV uint32_t pack<__half>(float lo, float hi) {
 DETATTN_DEV void ldmatrix_x4(uint32_t address, uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
+               : "r"(address)
+               : "memory");
+}
+DETATTN_DEV void ldmatrix_x4_trans(uint32_t address, uint32_t (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
                : "memory");
 }
