@@ -28,8 +28,10 @@ struct SplitLayout {
   static constexpr uint32_t kOwnSums = kOwnMaxima + kSplitMaxOwn * L::kMaxBytes;
   static constexpr uint32_t kPartialState = kOwnMaxima;                         // [chunk][row] (reference, sum)
   static constexpr uint32_t kPartialOut = kPartialState + 4 * kDecodeRows * 8;  // [chunk][row][column]
+  static constexpr int kFewest = fewest_ways(kHeadDim),
+                       kMostPartial = kDecodeMaxCluster / kFewest * (kHeadDim / kFewest);
   static constexpr uint32_t kEndOwn = kOwnSums + kSplitMaxOwn * L::kSumBytes;
-  static constexpr uint32_t kEndPartial = kPartialOut + 4 * kDecodeRows * (kHeadDim / 2) * 4;
+  static constexpr uint32_t kEndPartial = kPartialOut + kDecodeRows * kMostPartial * 4;
   static constexpr uint32_t kTail = kEndOwn > kEndPartial ? kEndOwn : kEndPartial;
   static_assert(kP % 16 == 0 && kPartialOut % 16 == 0);
 

@@ -69,6 +69,13 @@ constexpr SplitWays split_ways(int instance) {
       return {8, 4, 0};
   }
 }
+constexpr int fewest_ways(int instance) {
+  int fewest = 0;
+  for (const int ways : split_ways(instance).ways) {
+    if (ways > 0) fewest = ways;
+  }
+  return fewest;
+}
 constexpr int kSplitMaxOwn = 4;  // blocks of a chunk for one CTA
 // A sequence with at most this many packed rows takes the decode tiling.
 constexpr int kDecodeMaxRows = 64;
