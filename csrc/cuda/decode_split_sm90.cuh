@@ -1,100 +1,139 @@
 // Decode of few chunks on sm_90a: a cluster of CTAs shares each chunk without moving a bit. Scores and probabilities
 // are split by keys, O by columns, since its chain over the keys of a chunk is sequential for every element. Block
 // maxima, block sums and probabilities travel through distributed shared memory; every CTA replays the chain of
-// references.
+// references. One item a cluster, and nothing to hide behind: what counts here is latency.
 #pragma once
 
 #include "decode_sm90.cuh"
 
 namespace detattn {
 
-constexpr int kSplitThreads = 256;  // warps 0-3: scores of my blocks; 4-7: loads, then products with my columns of V
+constexpr int kSplitThreads = 256;  // warps 0-3: scores of my blocks; 4-7: my columns of V and the products with them
 constexpr int kSplitChunkKeys = kChunks.step[0].keys;
 
-// The keys' ring, my columns of V for all keys of the chunk, then Q and the barriers as in DecodeLayout, then what the
-// CTAs exchange.
-template <int kHeadDim>
+// Keys of my blocks; my columns of V for all keys of the chunk, the second half in the memory of the keys where both do
+// not fit; Q as in DecodeLayout; what the CTAs exchange.
+template <int kHeadDim, int kSplit>
 struct SplitLayout {
   using L = DecodeLayout<kHeadDim>;
-  static constexpr int kMaxBlocks = kSplitChunkKeys / L::kBlock;
+  static constexpr int kOwn = kSplitChunkKeys / L::kBlock / kSplit, kColumns = kHeadDim / kSplit;  // of one CTA
+  static constexpr int kMaxBlocks = kSplitChunkKeys / L::kBlock, kHalfBlocks = kMaxBlocks / 2;
   static constexpr int kPitchP = 2 * kSplitChunkKeys + 16;  // bytes of a row of P; its rows start in different banks
-  static constexpr uint32_t kMaxima = L::kP;                // [block][row], the whole chunk
+  static constexpr uint32_t kQBytes = L::kPanels * L::kPanelRows;
+  // Barriers: keys of my block b; V of a block; my first two blocks are done with; the maxima, then the probabilities
+  // and
+  // sums of all blocks have come.
+  static constexpr uint32_t kKeysReady = L::kQ + kQBytes, kValuesReady = kKeysReady + 8 * kSplitMaxOwn;
+  static constexpr uint32_t kKeysDone = kValuesReady + 8 * kMaxBlocks, kMaximaReady = kKeysDone + 8;
+  static constexpr uint32_t kProbabilitiesReady = kMaximaReady + 8;
+  static constexpr uint32_t kMaxima = kProbabilitiesReady + 16;  // [block][row], the whole chunk
   static constexpr uint32_t kFactors = kMaxima + kMaxBlocks * kDecodeRows * 4;
-  static constexpr uint32_t kSums = kFactors + kMaxBlocks * kDecodeRows * 4;  // [block][slice][row]
-  static constexpr uint32_t kReference = kSums + kMaxBlocks * 4 * kDecodeRows * 4;
-  static constexpr uint32_t kP = kReference + kDecodeRows * 4;  // [row][key]
-  // Of my blocks [block][warp][row] and [block][warp][key mod 8][row]; later the partial results of other chunks.
+  static constexpr uint32_t kSums = kFactors + kMaxBlocks * kDecodeRows * 4;    // [block][slice][row]
+  static constexpr uint32_t kFinal = kSums + kMaxBlocks * 4 * kDecodeRows * 4;  // [row] (factor of the sink, 1 / sum)
+  static constexpr uint32_t kReference = kFinal + kDecodeRows * 8;              // [row]
+  static constexpr uint32_t kMoves = kReference + kDecodeRows * 4;              // bit b: block b moves some reference
+  static constexpr uint32_t kP = kMoves + 16;                                   // [row][key]
+  // Of my blocks: [block][warp][row] and [block][warp][key mod 8][row]; later my partial result.
   static constexpr uint32_t kOwnMaxima = kP + kDecodeRows * kPitchP;
-  static constexpr uint32_t kOwnSums = kOwnMaxima + kSplitMaxOwn * L::kMaxBytes;
-  static constexpr uint32_t kPartialState = kOwnMaxima;                         // [chunk][row] (reference, sum)
-  static constexpr uint32_t kPartialOut = kPartialState + 4 * kDecodeRows * 8;  // [chunk][row][column]
-  static constexpr int kFewest = fewest_ways(kHeadDim),
-                       kMostPartial = kDecodeMaxCluster / kFewest * (kHeadDim / kFewest);
-  static constexpr uint32_t kEndOwn = kOwnSums + kSplitMaxOwn * L::kSumBytes;
-  static constexpr uint32_t kEndPartial = kPartialOut + kDecodeRows * kMostPartial * 4;
+  static constexpr uint32_t kOwnSums = kOwnMaxima + kOwn * L::kMaxBytes;
+  static constexpr uint32_t kPartialState = kOwnMaxima;                     // [row] (reference, sum)
+  static constexpr uint32_t kPartialOut = kPartialState + kDecodeRows * 8;  // [row][column]
+  static constexpr uint32_t kEndOwn = kOwnSums + kOwn * L::kSumBytes;
+  static constexpr uint32_t kEndPartial = kPartialOut + kDecodeRows * kColumns * 4;
   static constexpr uint32_t kTail = kEndOwn > kEndPartial ? kEndOwn : kEndPartial;
-  static_assert(kP % 16 == 0 && kPartialOut % 16 == 0);
+  static_assert(kKeysReady % 8 == 0 && kMaxima % 16 == 0 && kP % 16 == 0 && kPartialOut % 16 == 0 &&
+                kDecodeRows * 8 <= kOwn * L::kMaxBytes);
 
-  int split, buffers;
-  DETATTN_HD uint32_t columns() const { return kHeadDim / split; }
-  DETATTN_HD uint32_t v() const { return buffers * L::kKVBytes; }
-  DETATTN_HD uint32_t tail() const { return v() + kSplitChunkKeys * columns() * 2; }
-  DETATTN_HD uint32_t bytes() const { return tail() + kTail; }
+  static_assert(kOwn * kSplit == kMaxBlocks && kOwn <= kSplitMaxOwn && kColumns % 16 == 0 && kColumns <= 64);
+  static constexpr uint32_t kBlockV = L::kBlock * kColumns * 2, kHalf = kHalfBlocks * kBlockV;  // bytes of values
+  static constexpr bool kApart = kOwn * L::kKVBytes + 2 * kHalf + kTail > 232448;
+  static DETATTN_HD constexpr uint32_t values(int h) {
+    return h == 0 ? kOwn * L::kKVBytes : (kApart ? 0 : kOwn * L::kKVBytes + kHalf);
+  }
+  static constexpr uint32_t kTailAt = kOwn * L::kKVBytes + (kApart ? 1 : 2) * kHalf, kBytes = kTailAt + kTail;
+  static_assert(kBytes <= 232448 && (!kApart || (kHalf <= 2 * L::kKVBytes && kOwn >= 2)));
 };
 
-template <typename Element, int kHeadDim, bool kSoftcap>
-struct SplitConsumer {
+template <int kHeadDim, int kSplit>
+DETATTN_DEV bool locate_split(const FwdArgs& p, DecodeItem& x) {
+  if (p.cu_seqlens_q) return locate_item<kHeadDim>(p, blockIdx.x / kSplit, x);
+  x.batch = blockIdx.z;
+  const int chunk = blockIdx.x / kSplit;
+  x.slot = static_cast<int64_t>(blockIdx.z * gridDim.y + blockIdx.y) * p.max_chunks + chunk;
+  if (p.same.chunks.count > 0) {
+    Sequence& s = x.view.sequence;
+    s.queries = p.seqlen_q;
+    s.keys = s.valid.end = p.seqlen_k;
+    x.view.q_batch = x.view.k_batch = x.batch;
+    x.limits = p.same.limits;
+    return place_in_tile<kHeadDim>(p, p.same.chunks, chunk, blockIdx.y, 0, x);
+  }
+  x.view = view_sequence(p, x.batch);
+  return place_item<kHeadDim>(p, sequence_chunks(p.mask, x.view.sequence), blockIdx.y, chunk, x);
+}
+
+template <typename Element, int kHeadDim, int kSplit>
+struct SplitDecode {
   using L = DecodeLayout<kHeadDim>;
-  using S = SplitLayout<kHeadDim>;
+  using S = SplitLayout<kHeadDim, kSplit>;
   static constexpr int kTiles = L::kKeyTiles, kSteps = L::kBlock / 16;
 
   const FwdArgs& p;
-  const S layout;
   unsigned char* const shared;
   const DecodeItem& x;
-  unsigned char* const tail = shared + layout.tail();
-  const uint32_t base = ptx::shared_address(tail), values = ptx::shared_address(shared) + layout.v();
+  unsigned char* const tail = shared + S::kTailAt;
+  const uint32_t keys = ptx::shared_address(shared), base = ptx::shared_address(tail);
   const int thread = threadIdx.x & 127, lane = thread & 31, warp = thread >> 5;
   const int q0 = 2 * (lane & 3);  // my rows q0, q0 + 1
   const int rank = static_cast<int>(ptx::cluster_rank());
-  const int part = rank % layout.split, chunk = rank / layout.split;
-  const int blocks = x.last - x.first, per_cta = (blocks + layout.split - 1) / layout.split;
+  const int part = rank & (kSplit - 1), chunk_rank = rank - part;
+  const int blocks = x.last - x.first, per_cta = (blocks + kSplit - 1) / kSplit;
   const int own = min(part * per_cta, blocks), own_count = min(per_cta, blocks - own);
   const num::Scaling scaling{p.kappa, p.scale, p.cap};
 
   DETATTN_DEV float* floats(uint32_t at) const { return reinterpret_cast<float*>(tail + at); }
-  DETATTN_DEV uint32_t remote(uint32_t at, int to) const {
-    return ptx::map_to_rank(base + at, chunk * layout.split + to);
+  DETATTN_DEV float2* pairs(uint32_t at) const { return reinterpret_cast<float2*>(tail + at); }
+  DETATTN_DEV uint32_t remote(uint32_t at, int to) const { return ptx::map_to_rank(base + at, chunk_rank + to); }
+
+  DETATTN_DEV float2 maximum(int block) const { return pairs(S::kMaxima)[block * 4 + (lane & 3)]; }
+  DETATTN_DEV void move(float (&m)[2], float2 top) const {
+    m[0] = num::next_reference(m[0], top.x, scaling.kappa);
+    m[1] = num::next_reference(m[1], top.y, scaling.kappa);
   }
 
-  // One step of the chain of references. All threads of a CTA, and all CTAs of a chunk, run the same chain.
-  DETATTN_DEV void next(int block, float (&m)[2], float (&alpha)[2]) const {
-    const float2 top = *reinterpret_cast<const float2*>(floats(S::kMaxima) + block * kDecodeRows + q0);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float moved = num::next_reference(m[r], r ? top.y : top.x, scaling.kappa);
-      alpha[r] = num::weight(m[r], num::finite_reference(moved), scaling.kappa);
-      m[r] = moved;
+  // One warp: the chain of references of the whole chunk, and the factors that come of it.
+  DETATTN_DEV void replay_references() const {
+    float m[2] = {num::neg_inf(), num::neg_inf()};
+    unsigned moves = 0;
+    if (blocks > 0) ptx::mbar_wait(base + S::kMaximaReady, 0);
+#pragma unroll 1
+    for (int b = 0; b < blocks; ++b) {
+      const float before[2] = {m[0], m[1]};
+      move(m, maximum(b));
+      const float alpha[2] = {num::weight(before[0], num::finite_reference(m[0]), scaling.kappa),
+                              num::weight(before[1], num::finite_reference(m[1]), scaling.kappa)};
+      if (lane < 4) pairs(S::kFactors)[b * 4 + lane] = make_float2(alpha[0], alpha[1]);
+      if (__any_sync(0xffffffff, alpha[0] != 1.f || alpha[1] != 1.f)) moves |= 1u << b;
     }
-    if (warp == 0 && lane < 4) {
-      *reinterpret_cast<float2*>(floats(S::kFactors) + block * kDecodeRows + q0) = make_float2(alpha[0], alpha[1]);
-    }
+    if (lane < 4) pairs(S::kReference)[lane] = make_float2(m[0], m[1]);
+    if (lane == 0) *reinterpret_cast<unsigned*>(tail + S::kMoves) = moves;
   }
 
   // Scores of my blocks; their maxima to all CTAs of the chunk.
-  DETATTN_DEV void scores(DecodeConsumer<Element, kHeadDim, kSoftcap>& rows, float (&s)[kSplitMaxOwn][kTiles][4]) {
-    const int last_query = (min(x.row + kDecodeRows, x.rows) - 1) / p.group - x.first_query;
+  DETATTN_DEV void scores(DecodeConsumer<Element, kHeadDim, false>& rows, float (&s)[S::kOwn][kTiles][4]) {
+    const int last_query = x.query(p, min(kDecodeRows, x.rows - x.row) - 1) - x.first_query;
     const int plain_from = x.limits.first(last_query), plain_to = x.view.holes ? 0 : x.limits.past(0);
 #pragma unroll
-    for (int b = 0; b < kSplitMaxOwn; ++b) {
+    for (int b = 0; b < S::kOwn; ++b) {
       if (b >= own_count) break;
-      ptx::mbar_wait(rows.bars.full(rows.ring.stage), rows.ring.phase);
+      ptx::mbar_wait(base + S::kKeysReady + 8 * b, 0);
       ptx::wgmma_fence();
+      rows.ring.stage = b;
       rows.issue_qk(s[b]);
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) ptx::wgmma_wait<0>(s[b][i]);
-      rows.free_buffer();
-      if constexpr (kSoftcap) {
+      if (b == min(2, own_count) - 1 && lane == 0) ptx::mbar_arrive(base + S::kKeysDone);
+      if (p.cap != 0.f) {
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
@@ -111,31 +150,29 @@ struct SplitConsumer {
 #pragma unroll
         for (int d = 4; d < 32; d *= 2) top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffff, top[r], d));
       }
-      if (lane < 4) {
-        *reinterpret_cast<float2*>(floats(S::kOwnMaxima) + (b * 4 + warp) * kDecodeRows + q0) =
-            make_float2(top[0], top[1]);
-      }
+      if (lane < 4) pairs(S::kOwnMaxima)[(b * 4 + warp) * 4 + lane] = make_float2(top[0], top[1]);
     }
     rows.sync();
-    for (int i = thread; i < own_count * kDecodeRows * layout.split; i += 128) {
-      const int to = i / (own_count * kDecodeRows), at = i - to * (own_count * kDecodeRows);
-      const float* const t = floats(S::kOwnMaxima) + (at / kDecodeRows) * 4 * kDecodeRows + at % kDecodeRows;
-      ptx::store_remote(remote(S::kMaxima + (own * kDecodeRows + at) * 4, to),
-                        fmaxf(fmaxf(t[0], t[kDecodeRows]), fmaxf(t[2 * kDecodeRows], t[3 * kDecodeRows])));
+    // A thread a row of a block and a CTA.
+    const int at = thread & (kDecodeRows - 1), to = thread / kDecodeRows & (kSplit - 1);
+    for (int b = thread / (kDecodeRows * kSplit); b < own_count; b += 128 / (kDecodeRows * kSplit)) {
+      const float* const t = floats(S::kOwnMaxima) + b * 4 * kDecodeRows + at;
+      ptx::send(remote(S::kMaxima + ((own + b) * kDecodeRows + at) * 4, to), remote(S::kMaximaReady, to),
+                fmaxf(fmaxf(t[0], t[kDecodeRows]), fmaxf(t[2 * kDecodeRows], t[3 * kDecodeRows])));
     }
   }
 
   // Probabilities and sums of my blocks, to all CTAs of the chunk.
-  DETATTN_DEV void probabilities(DecodeConsumer<Element, kHeadDim, kSoftcap>& rows,
-                                 float (&s)[kSplitMaxOwn][kTiles][4]) {
-    float m[2] = {num::neg_inf(), num::neg_inf()}, alpha[2];
-#pragma unroll 1
-    for (int b = 0; b < own; ++b) next(b, m, alpha);
+  DETATTN_DEV void probabilities(DecodeConsumer<Element, kHeadDim, false>& rows, float (&s)[S::kOwn][kTiles][4]) {
+    float m[2] = {num::neg_inf(), num::neg_inf()};
+    ptx::mbar_wait(base + S::kMaximaReady, 0);
+#pragma unroll 4
+    for (int b = 0; b < own; ++b) move(m, maximum(b));
 #pragma unroll
-    for (int b = 0; b < kSplitMaxOwn; ++b) {
+    for (int b = 0; b < S::kOwn; ++b) {
       if (b >= own_count) break;
-      next(own + b, m, alpha);
-      float part_sum[2];
+      move(m, maximum(own + b));
+      float sum[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float shift = __fmul_rn(num::finite_reference(m[r]), scaling.kappa);
@@ -145,267 +182,361 @@ struct SplitConsumer {
           s[b][i][2 + r] = num::probability(s[b][i][2 + r], scaling.kappa, shift);
         }
         if constexpr (kTiles == 2) {
-          part_sum[r] = num::sum4(s[b][0][r], s[b][0][2 + r], s[b][1][r], s[b][1][2 + r]);
+          sum[r] = num::sum4(s[b][0][r], s[b][0][2 + r], s[b][1][r], s[b][1][2 + r]);
         } else {
-          part_sum[r] = num::sum2(s[b][0][r], s[b][0][2 + r]);
+          sum[r] = num::sum2(s[b][0][r], s[b][0][2 + r]);
         }
       }
-      *reinterpret_cast<float2*>(floats(S::kOwnSums) + ((b * 4 + warp) * 8 + (lane >> 2)) * kDecodeRows + q0) =
-          make_float2(part_sum[0], part_sum[1]);
+      pairs(S::kOwnSums)[((b * 4 + warp) * 8 + (lane >> 2)) * 4 + (lane & 3)] = make_float2(sum[0], sum[1]);
       // Matrix i holds the keys 16 warp + 8 (i & 1) + 64 (i >> 1) of the block, transposed: a row a query.
       const int i = lane >> 3, q = lane & 7;
       const int key = (own + b) * L::kBlock + 16 * warp + 8 * (i & 1) + (kTiles == 2 ? 64 * (i >> 1) : 0);
       const uint32_t at = base + S::kP + q * S::kPitchP + 2 * key;
+      const uint32_t low = ptx::pack<Element>(s[b][0][0], s[b][0][1]),
+                     high = ptx::pack<Element>(s[b][0][2], s[b][0][3]);
       if constexpr (kTiles == 2) {
-        ptx::stmatrix_x4_trans(at, ptx::pack<Element>(s[b][0][0], s[b][0][1]),
-                               ptx::pack<Element>(s[b][0][2], s[b][0][3]), ptx::pack<Element>(s[b][1][0], s[b][1][1]),
+        ptx::stmatrix_x4_trans(at, low, high, ptx::pack<Element>(s[b][1][0], s[b][1][1]),
                                ptx::pack<Element>(s[b][1][2], s[b][1][3]));
       } else {
-        ptx::stmatrix_x2_trans(at, ptx::pack<Element>(s[b][0][0], s[b][0][1]),
-                               ptx::pack<Element>(s[b][0][2], s[b][0][3]));
+        ptx::stmatrix_x2_trans(at, low, high);
       }
     }
-#pragma unroll 1
-    for (int b = own + own_count; b < blocks; ++b) next(b, m, alpha);
-    if (warp == 0 && lane < 4) *reinterpret_cast<float2*>(floats(S::kReference) + q0) = make_float2(m[0], m[1]);
+    __syncwarp();
+    if (lane == 0) ptx::mbar_arrive(base + S::kProbabilitiesReady);
     rows.sync();
-    constexpr int kPieces = kDecodeRows * L::kBlock / 8;  // of 16 bytes, a block
-    for (int i = thread; i < own_count * kPieces; i += 128) {
-      const int b = i / kPieces, q = (i - b * kPieces) / (L::kBlock / 8), piece = i % (L::kBlock / 8);
+    constexpr int kPieces = L::kBlock / 8;  // of 16 bytes, of a row of a block
+    const int q = thread / kPieces & (kDecodeRows - 1), piece = thread & (kPieces - 1);
+    for (int b = thread / (kDecodeRows * kPieces); b < own_count; b += 128 / (kDecodeRows * kPieces)) {
       const uint32_t at = S::kP + q * S::kPitchP + 2 * (own + b) * L::kBlock + 16 * piece;
       const uint4 data = *reinterpret_cast<const uint4*>(tail + at);
-      for (int to = 0; to < layout.split; ++to) {
-        if (to != part) ptx::store_remote4(remote(at, to), data);
+#pragma unroll 4
+      for (int i = 1; i < kSplit; ++i) {
+        const int to = (part + i) & (kSplit - 1);
+        ptx::send(remote(at, to), remote(S::kProbabilitiesReady, to), data);
       }
     }
-    for (int b = warp; b < own_count; b += 4) {
+    if (warp < own_count) {
       float2 t[4];
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        t[w] =
-            *reinterpret_cast<const float2*>(floats(S::kOwnSums) + ((b * 4 + w) * 8 + (lane >> 2)) * kDecodeRows + q0);
-      }
+      for (int w = 0; w < 4; ++w) t[w] = pairs(S::kOwnSums)[((warp * 4 + w) * 8 + (lane >> 2)) * 4 + (lane & 3)];
       float pair[2] = {num::sum4(t[0].x, t[1].x, t[2].x, t[3].x), num::sum4(t[0].y, t[1].y, t[2].y, t[3].y)};
 #pragma unroll
       for (int r = 0; r < 2; ++r) pair[r] = num::sum2(pair[r], __shfl_xor_sync(0xffffffff, pair[r], 4));
       // The lanes of a pair of keys hold the same: they share the CTAs between them.
-      const uint32_t at = S::kSums + (((own + b) * 4 + (lane >> 3)) * kDecodeRows + q0) * 4;
-      for (int to = (lane >> 2) & 1; to < layout.split; to += 2) {
-        ptx::store_remote2(remote(at, to), make_float2(pair[0], pair[1]));
+      const uint32_t at = S::kSums + (((own + warp) * 4 + (lane >> 3)) * kDecodeRows + q0) * 4;
+#pragma unroll 2
+      for (int to = (lane >> 2) & 1; to < kSplit; to += 2) {
+        ptx::send(remote(at, to), remote(S::kProbabilitiesReady, to), make_float2(pair[0], pair[1]));
       }
     }
   }
 
-  // My columns of V: 16-byte pieces, in an order of pieces that keeps ldmatrix free of bank conflicts.
-  DETATTN_DEV uint32_t piece_at(int key, int piece) const {
-    const int pieces = layout.columns() / 8, shift = pieces == 2 ? 2 : (pieces == 4 ? 1 : 0);
-    const int turned = pieces & (pieces - 1) ? piece : piece ^ ((key >> shift) & (pieces - 1));
-    return values + (key * pieces + turned) * 16;
-  }
-  // Keys that no row of the tile sees, masked ones and those of pages that do not exist read as zeros.
-  DETATTN_DEV void load_values() const {
-    const int pieces = layout.columns() / 8, from = x.first * L::kBlock;
-    const Element* const v = static_cast<const Element*>(p.v_rows.data) + x.head_kv * p.v_rows.head;
-#pragma unroll 4
-    for (int i = thread; i < blocks * L::kBlock * pieces; i += 128) {
-      const int key = i / pieces, piece = i - key * pieces, relative = from + key;
-      const int column = part * layout.columns() + 8 * piece;
-      bool live = relative >= x.begin && relative < x.end && column < p.head_dim;
-      if (live && x.view.holes) live = (p.key_bits[x.batch * p.key_words + relative / 32] >> (relative & 31)) & 1;
-      int64_t row = 0;
-      if (live) {
-        if (p.block_table) {
-          const int page = p.block_table[x.batch * p.table_batch + relative / p.page_size];
-          live = page >= 0 && page < p.num_pages;
-          row = page * p.v_rows.batch + relative % p.page_size * p.v_rows.row;
-        } else {
-          row =
-              x.view.k_batch * p.v_rows.batch + (x.view.k_row + x.view.sequence.valid.begin + relative) * p.v_rows.row;
-        }
-      }
-      ptx::copy_16_bytes(piece_at(key, piece), v + (live ? row + column : 0), live ? 16 : 0);
-    }
-  }
-
-  struct Fragments {
-    uint32_t v[kSteps][4], p[kSteps / 2][4];
-  };
-  DETATTN_DEV void load_fragments(Fragments& f, int block) const {
-    const int i = lane >> 3;
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      ptx::ldmatrix_x4_trans(piece_at(block * L::kBlock + 16 * k + 8 * (i >> 1) + (lane & 7), 2 * warp + (i & 1)),
-                             f.v[k]);
-    }
-#pragma unroll
-    for (int k = 0; k < kSteps / 2; ++k) {
-      ptx::ldmatrix_x4(base + S::kP + (lane & 7) * S::kPitchP + 2 * (block * L::kBlock + 32 * k + 8 * i), f.p[k][0],
-                       f.p[k][1], f.p[k][2], f.p[k][3]);
-    }
-  }
-  DETATTN_DEV void multiply(float (&o)[4], float (&l)[2], const Fragments& f, int block) const {
-    const float2 alpha = *reinterpret_cast<const float2*>(floats(S::kFactors) + block * kDecodeRows + q0);
-    const float2 sum =
-        *reinterpret_cast<const float2*>(floats(S::kSums) + (block * 4 + (lane >> 3)) * kDecodeRows + q0);
-    l[0] = num::next_sum(l[0], alpha.x, sum.x);
-    l[1] = num::next_sum(l[1], alpha.y, sum.y);
-    // A factor of exactly 1 changes nothing; before the first block there is nothing to scale.
-    if (block > 0 && __any_sync(0xffffffff, alpha.x != 1.f || alpha.y != 1.f)) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o[e] = __fmul_rn(o[e], e & 1 ? alpha.y : alpha.x);
-    }
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      ptx::mma_m16n8k16<Element>(o, f.v[k], f.p[k >> 1][2 * (k & 1)], f.p[k >> 1][2 * (k & 1) + 1]);
-    }
-  }
-
-  DETATTN_DEV void products(float (&o)[4], float (&m)[2], float (&l)[2]) const {
-    Fragments even, odd;
-    if (blocks > 0) load_fragments(even, 0);
-#pragma unroll 1
-    for (int b = 0; b < blocks; b += 2) {
-      if (b + 1 < blocks) load_fragments(odd, b + 1);
-      multiply(o, l, even, b);
-      if (b + 1 >= blocks) break;
-      if (b + 2 < blocks) load_fragments(even, b + 2);
-      multiply(o, l, odd, b + 1);
+  // One warp: the sums of the chunk, while others multiply. Its result, or its partial state for the merge.
+  DETATTN_DEV void finish_sums(bool in_cluster) const {
+    float l[2] = {0.f, 0.f};
+    ptx::bar_sync(kFactors, 32 + 32);
+    if (blocks > 0) ptx::mbar_wait(base + S::kProbabilitiesReady, 0);
+#pragma unroll 8
+    for (int b = 0; b < blocks; ++b) {
+      const float2 alpha = pairs(S::kFactors)[b * 4 + (lane & 3)];
+      const float2 sum = pairs(S::kSums)[(b * 4 + (lane >> 3)) * 4 + (lane & 3)];
+      l[0] = num::next_sum(l[0], alpha.x, sum.x);
+      l[1] = num::next_sum(l[1], alpha.y, sum.y);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      m[r] = blocks > 0 ? floats(S::kReference)[q0 + r] : num::neg_inf();
       l[r] = num::sum2(l[r], __shfl_xor_sync(0xffffffff, l[r], 8));
       l[r] = num::sum2(l[r], __shfl_xor_sync(0xffffffff, l[r], 16));
     }
-  }
-
-  DETATTN_DEV void finish(int row, int column, float m, float l, float o) const {
-    const int packed = x.row + row, query = packed / p.group, head = x.head_kv * p.group + packed - query * p.group;
-    if (p.sinks) o = __fmul_rn(o, num::add_sink(m, l, p.sinks[head], scaling));
-    if (column < p.head_dim) {
-      Element* const out = static_cast<Element*>(p.out_rows.data) + x.view.q_batch * p.out_rows.batch +
-                           head * p.out_rows.head + static_cast<int64_t>(x.view.q_row + query) * p.out_rows.row;
-      const uint32_t word = ptx::pack<Element>(num::finish(o, num::inverse(l)), 0.f);
-      reinterpret_cast<uint16_t*>(out)[column] = static_cast<uint16_t>(word);
+    if (lane >= 8) return;
+    // A lane a row.
+    const int row = 2 * (lane & 3) + (lane >> 2);
+    if (x.row + row >= x.rows) return;
+    float m = blocks > 0 ? floats(S::kReference)[row] : num::neg_inf(), sum = lane >> 2 ? l[1] : l[0];
+    if (x.chunks > 1) {
+      if (in_cluster) {
+        pairs(S::kPartialState)[row] = make_float2(m, sum);
+      } else if (part == 0) {
+        *reinterpret_cast<float2*>(p.partial_ml + (x.slot * kDecodeRows + row) * 2) = make_float2(m, sum);
+      }
+      return;
     }
-    if (column == 0) write_lse(p, x.view, head, query, m, l);
+    const int head = x.head(p, row);
+    float factor = 1.f;
+    if (p.sinks) factor = num::add_sink(m, sum, p.sinks[head], scaling);
+    pairs(S::kFinal)[row] = make_float2(factor, num::inverse(sum));
+    if (part == 0) write_lse(p, x.view, head, x.query(p, row), m, sum);
   }
 
-  // The result of the only chunk; or a partial result, to the workspace or to the cluster's first chunk.
-  DETATTN_DEV void hand_over(const float (&o)[4], const float (&m)[2], const float (&l)[2], bool in_cluster) const {
-    const int columns = layout.columns(), first = part * columns;
+  // One warp: the keys of my blocks.
+  DETATTN_DEV void load_keys() const {
+    if (lane == 0) {
+      // From every CTA of the chunk the maxima and sums of its blocks, from the others their probabilities.
+      ptx::mbar_expect_tx(base + S::kMaximaReady, blocks * kDecodeRows * 4);
+      ptx::mbar_expect_tx(base + S::kProbabilitiesReady,
+                          blocks * 4 * kDecodeRows * 4 + (blocks - own_count) * kDecodeRows * L::kBlock * 2);
+    }
+    DecodeProducer<kHeadDim> producer{p, keys, RingBarriers<kDecodeMaxBuffers>{}, DecodeRing{1}};
+    if (p.block_table) {
+      for (int b = 0; b < own_count; ++b) {
+        producer.load(p.k, x, x.first + own + b, keys + b * L::kKVBytes, base + S::kKeysReady + 8 * b);
+      }
+    } else if (lane < own_count) {
+      // A lane a block.
+      const uint32_t bar = base + S::kKeysReady + 8 * lane;
+      const int row = x.view.k_row + static_cast<int>(x.view.sequence.valid.begin);
+      ptx::mbar_expect_tx(bar, L::kKVBytes);
+#pragma unroll
+      for (int i = 0; i < L::kPanels; ++i) {
+        ptx::tma_load(keys + lane * L::kKVBytes + i * L::kPanelKV, &p.k.map, bar, 64 * i,
+                      row + (x.first + own + lane) * L::kBlock, x.head_kv * p.k.head_step,
+                      x.view.k_batch * p.k.batch_step, producer.policy);
+      }
+    }
+    __syncwarp();
+  }
+
+  // Four warps: my columns of blocks [first, past) of V. Rows are too short for the copy engine, which takes as long
+  // for 32 bytes as for 128. Keys that no row of the tile sees, masked ones and those of pages that do not exist become
+  // zeros.
+  DETATTN_DEV void load_values(int first, int past) const {
+    constexpr int kPieces = S::kColumns / 8, kEach = L::kBlock * kPieces / 128;
+    const Rows& rows = p.v_rows;
+    const Element* v = static_cast<const Element*>(rows.data) + x.head_kv * rows.head + part * S::kColumns;
+    if (!p.block_table) {
+      v += x.view.k_batch * rows.batch + (x.view.k_row + x.view.sequence.valid.begin) * rows.row;
+    }
+#pragma unroll 1
+    for (int b = first; b < min(past, blocks); ++b) {
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        const int i = thread + 128 * j, key = i / kPieces, piece = i % kPieces,
+                  relative = (x.first + b) * L::kBlock + key;
+        bool live = relative >= x.begin && relative < x.end && part * S::kColumns + 8 * piece < p.head_dim;
+        if (live && x.view.holes) live = (p.key_bits[x.batch * p.key_words + relative / 32] >> (relative & 31)) & 1;
+        const Element* src = v;
+        if (live && p.block_table) {
+          const int index = relative / p.page_size, page = p.block_table[x.batch * p.table_batch + index];
+          live = page >= 0 && page < p.num_pages;
+          if (live) src += page * rows.batch + (relative - index * p.page_size) * rows.row + 8 * piece;
+        } else if (live) {
+          src += relative * rows.row + 8 * piece;
+        }
+        ptx::copy_16_bytes(value_block(b) + (key * kPieces + turned(key, piece)) * 16, src, live ? 16 : 0);
+      }
+      ptx::copies_arrive(base + S::kValuesReady + 8 * b);
+    }
+  }
+
+  DETATTN_DEV uint32_t value_block(int block) const {
+    const int h = block / S::kHalfBlocks;
+    return keys + S::values(h) + (block - h * S::kHalfBlocks) * S::kBlockV;
+  }
+  // 16-byte pieces of a key lie turned by bits of the key's number, which are the same for keys 8 apart: ldmatrix meets
+  // no bank conflicts, and its address moves in even steps.
+  DETATTN_DEV static int turned(int key, int piece) {
+    constexpr int kPieces = S::kColumns / 8, kShift = kPieces == 2 ? 2 : (kPieces == 4 ? 1 : 0);
+    return kPieces & (kPieces - 1) ? piece : piece ^ (key >> kShift & (kPieces - 1));
+  }
+
+  // What a lane holds of a block of V (transposed) and of P.
+  struct Fragments {
+    uint32_t v[kSteps][4], p[kSteps / 2][4];
+  };
+  DETATTN_DEV uint32_t first_piece() const {
+    const int i = lane >> 3, key = lane & 7;
+    return ((8 * (i >> 1) + key) * (S::kColumns / 8) + turned(key, 2 * warp + (i & 1))) * 16;
+  }
+  DETATTN_DEV void load_step(Fragments& f, uint32_t v, uint32_t probabilities, int k) const {
+    ptx::ldmatrix_x4_trans(v + k * (16 * 2 * S::kColumns), f.v[k]);
+    if (k % 2 == 0) {
+      uint32_t (&b)[4] = f.p[k / 2];
+      ptx::ldmatrix_x4(probabilities + 32 * k, b[0], b[1], b[2], b[3]);
+    }
+  }
+  // O (+)= V^T P^T of a block, while the next block's operands come into registers.
+  DETATTN_DEV void multiply(float (&o)[4], const Fragments& f, int block, unsigned moves, Fragments& next) const {
+    // A factor of exactly 1 changes nothing; before the first block there is nothing to scale.
+    if (block > 0 && (moves >> block & 1)) {
+      const float2 alpha = pairs(S::kFactors)[block * 4 + (lane & 3)];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[e] = __fmul_rn(o[e], e & 1 ? alpha.y : alpha.x);
+    }
+    const int ahead = min(block + 1, blocks - 1);  // after the last block nobody uses what comes
+    const uint32_t v = value_block(ahead) + first_piece(), probabilities = probability_block(ahead);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      ptx::mma_m16n8k16<Element>(o, f.v[k], f.p[k >> 1][2 * (k & 1)], f.p[k >> 1][2 * (k & 1) + 1]);
+      load_step(next, v, probabilities, k);
+    }
+  }
+  DETATTN_DEV uint32_t probability_block(int block) const {
+    return base + S::kP + (lane & 7) * S::kPitchP + 2 * (block * L::kBlock + 8 * (lane >> 3));
+  }
+
+  DETATTN_DEV void products(float (&o)[4]) const {
+    if (blocks == 0) return;
+    const auto await_pair = [&](int b) {
+      if (b < blocks) ptx::mbar_wait(base + S::kValuesReady + 8 * b, 0);
+      if (b + 1 < blocks) ptx::mbar_wait(base + S::kValuesReady + 8 * (b + 1), 0);
+    };
+    await_pair(0);
+    Fragments even, odd;
+    ptx::mbar_wait(base + S::kProbabilitiesReady, 0);
+    const unsigned moves = *reinterpret_cast<const unsigned*>(tail + S::kMoves);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) load_step(even, value_block(0) + first_piece(), probability_block(0), k);
+#pragma unroll 1
+    for (int b = 0; b < blocks; b += 2) {
+      multiply(o, even, b, moves, odd);
+      await_pair(b + 2);
+      if (b + 1 < blocks) multiply(o, odd, b + 1, moves, even);
+    }
+  }
+
+  DETATTN_DEV uint16_t* out_row(int row) const {
+    return static_cast<uint16_t*>(p.out_rows.data) + x.view.q_batch * p.out_rows.batch +
+           x.head(p, row) * p.out_rows.head + static_cast<int64_t>(x.view.q_row + x.query(p, row)) * p.out_rows.row;
+  }
+  DETATTN_DEV static uint16_t rounded(float o, float inv) {
+    return static_cast<uint16_t>(ptx::pack<Element>(num::finish(o, inv), 0.f));
+  }
+
+  // The result of the only chunk; or a partial result, to the workspace or to the CTA that merges my columns.
+  DETATTN_DEV void hand_over(const float (&o)[4], uint16_t* const (&out)[2], bool in_cluster) const {
+    const int column = 16 * warp + (lane >> 2);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = q0 + r;
       if (x.row + row >= x.rows) continue;
+      const float2 last = pairs(S::kFinal)[row];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int column = 16 * warp + (lane >> 2) + 8 * i;
-        const float value = o[2 * i + r];
+        const int mine = column + 8 * i, all = part * S::kColumns + mine;
+        float value = o[2 * i + r];
         if (x.chunks == 1) {
-          finish(row, first + column, m[r], l[r], value);
+          if (p.sinks) value = __fmul_rn(value, last.x);
+          if (all < p.head_dim) out[r][all] = rounded(value, last.y);
         } else if (in_cluster) {
-          ptx::store_remote(
-              ptx::map_to_rank(base + S::kPartialOut + ((chunk * kDecodeRows + row) * columns + column) * 4, part),
-              value);
+          floats(S::kPartialOut)[row * S::kColumns + mine] = value;
         } else {
-          p.partial_out[(x.slot * kDecodeRows + row) * kHeadDim + first + column] = value;
+          p.partial_out[(x.slot * kDecodeRows + row) * kHeadDim + all] = value;
         }
-      }
-      if (x.chunks == 1 || warp != 0 || lane >= 4) continue;
-      const float2 state = make_float2(m[r], l[r]);
-      if (in_cluster) {
-        ptx::store_remote2(ptx::map_to_rank(base + S::kPartialState + (chunk * kDecodeRows + row) * 8, part), state);
-      } else if (part == 0) {
-        *reinterpret_cast<float2*>(p.partial_ml + (x.slot * kDecodeRows + row) * 2) = state;
       }
     }
   }
 
-  // The first chunk's CTAs merge their columns of all chunks, left to right.
+  // The CTAs that hold the same columns of the chunks share the elements between them; each is merged left to right.
   DETATTN_DEV void merge() const {
-    const int columns = layout.columns(), rows = min(kDecodeRows, x.rows - x.row);
-    for (int i = thread; i < rows * columns; i += 128) {
-      const int row = i / columns, column = i - row * columns;
-      float total_m = num::neg_inf(), total_l = 0.f, total = 0.f;
-      for (int c = 0; c < x.chunks; ++c) {
-        const float2 state = reinterpret_cast<const float2*>(floats(S::kPartialState))[c * kDecodeRows + row];
-        const num::MergeWeights w = num::merge_weights(total_m, state.x, scaling.kappa);
-        total_l = num::merge(total_l, w.total, state.y, w.chunk);
-        total = num::merge(total, w.total, floats(S::kPartialOut)[(c * kDecodeRows + row) * columns + column], w.chunk);
+    constexpr int kMost = kDecodeMaxCluster / kSplit;
+    const int rows = min(kDecodeRows, x.rows - x.row);
+    for (int i = chunk_rank / kSplit * kSplitThreads + threadIdx.x; i < rows * S::kColumns;
+         i += x.chunks * kSplitThreads) {
+      const int row = i / S::kColumns, column = i - row * S::kColumns, all = part * S::kColumns + column;
+      float2 state[kMost];
+      float out[kMost];
+#pragma unroll
+      for (int c = 0; c < kMost; ++c) {
+        if (c >= x.chunks) break;
+        const int rank_of = c * kSplit + part;
+        state[c] = ptx::load_remote2(ptx::map_to_rank(base + S::kPartialState + row * 8, rank_of));
+        out[c] = ptx::load_remote(ptx::map_to_rank(base + S::kPartialOut + i * 4, rank_of));
       }
-      finish(row, part * columns + column, total_m, total_l, total);
+      float total_m = num::neg_inf(), total_l = 0.f, total = 0.f;
+#pragma unroll
+      for (int c = 0; c < kMost; ++c) {
+        if (c >= x.chunks) break;
+        const num::MergeWeights w = num::merge_weights(total_m, state[c].x, scaling.kappa);
+        total_l = num::merge(total_l, w.total, state[c].y, w.chunk);
+        total = num::merge(total, w.total, out[c], w.chunk);
+      }
+      const int head = x.head(p, row);
+      if (p.sinks) total = __fmul_rn(total, num::add_sink(total_m, total_l, p.sinks[head], scaling));
+      if (all < p.head_dim) out_row(row)[all] = rounded(total, num::inverse(total_l));
+      if (all == 0) write_lse(p, x.view, head, x.query(p, row), total_m, total_l);
     }
   }
 };
 
-template <typename Element, int kHeadDim, bool kSoftcap>
+template <typename Element, int kHeadDim, int kSplit>
 __global__ void __launch_bounds__(kSplitThreads) decode_split_kernel(const __grid_constant__ FwdArgs p) {
-  using L = DecodeLayout<kHeadDim>;
-  using S = SplitLayout<kHeadDim>;
+  using S = SplitLayout<kHeadDim, kSplit>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  const S layout{p.split, p.decode_buffers};
-  unsigned char* const tail = shared + layout.tail();
-  const uint32_t kv = ptx::shared_address(shared);
-  const RingBarriers<kDecodeMaxBuffers> bars{ptx::shared_address(tail) + L::kBarriers};
+  unsigned char* const tail = shared + S::kTailAt;
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+  // The loading warp's first lane makes the barriers, and needs no other thread to start the copies.
   if (threadIdx.x == 0) {
-    bars.init(4);
-    ptx::fence_mbar_init();
     ptx::tma_prefetch(&p.k.map);
   }
-  __syncthreads();
+  if (threadIdx.x == 128) {
+    const uint32_t base = ptx::shared_address(tail);
+    for (int b = 0; b < S::kOwn; ++b) ptx::mbar_init(base + S::kKeysReady + 8 * b, 1);
+    for (int b = 0; b < S::kMaxBlocks; ++b) ptx::mbar_init(base + S::kValuesReady + 8 * b, 128);
+    ptx::mbar_init(base + S::kKeysDone, 4);
+    ptx::mbar_init(base + S::kMaximaReady, 1);
+    ptx::mbar_init(base + S::kProbabilitiesReady, 1 + 4);  // and the warps that write my own
+    ptx::fence_mbar_init();
+  }
+  __syncwarp();
   ptx::cluster_arrive();
   ptx::wait_for_previous_kernel();
   ptx::allow_next_kernel();
-  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   DecodeItem x = {};
-  const bool found = locate_item<kHeadDim>(p, blockIdx.x / p.split, x);
+  const bool found = locate_split<kHeadDim, kSplit>(p, x);
   if (!found) x.first = x.last = x.chunks = 0;
-  SplitConsumer<Element, kHeadDim, kSoftcap> me{p, layout, shared, x};
-  const bool in_cluster = p.cluster > p.split;
-  // The barriers of the cluster: all have started; maxima; probabilities and sums; partial results.
+  SplitDecode<Element, kHeadDim, kSplit> me{p, shared, x};
+  const bool in_cluster = p.cluster > kSplit;
   if (warp < 4) {
-    DecodeConsumer<Element, kHeadDim, kSoftcap> rows{p, tail, kv, bars, DecodeRing{p.decode_buffers}};
-    float s[kSplitMaxOwn][L::kKeyTiles][4];
+    DecodeConsumer<Element, kHeadDim, false> rows{p, tail, me.keys, RingBarriers<kDecodeMaxBuffers>{}, DecodeRing{1}};
+    float s[S::kOwn][S::L::kKeyTiles][4];
     if (found) rows.load_q(x);
-    ptx::cluster_wait();
-    if (found) me.scores(rows, s);
-    __syncwarp();
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
-    if (found) me.probabilities(rows, s);
-    __syncwarp();
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
+    ptx::cluster_wait();  // all have started and made their barriers
+    if (found && me.blocks > 0) {
+      me.scores(rows, s);
+      me.probabilities(rows, s);
+    }
+    if (warp == 0) {
+      if (found) me.finish_sums(in_cluster);
+      __syncwarp();
+      ptx::bar_arrive(kSums, 128 + 32);
+    }
   } else {
-    DecodeProducer<kHeadDim> producer{p, kv, bars, DecodeRing{p.decode_buffers}};
-    const int first = x.first + me.own, count = me.own_count;
-    if (found && warp == 4) {
-      for (int b = 0; b < min(count, p.decode_buffers); ++b) producer.load_block(p.k, x, first + b);
-    }
-    if (found) me.load_values();
-    if (found && warp == 4) {
-      for (int b = p.decode_buffers; b < count; ++b) producer.load_block(p.k, x, first + b);
+    if (found && me.blocks > 0) {
+      if (warp == 4) me.load_keys();
+      me.load_values(0, S::kApart ? S::kHalfBlocks : S::kMaxBlocks);
     }
     __syncwarp();
     ptx::cluster_wait();
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
-    ptx::cluster_arrive();
-    ptx::copies_wait_all();
-    ptx::bar_sync(kGroup + 1, 128);
-    ptx::cluster_wait();
-    if (found && 16 * (warp - 4) < static_cast<int>(layout.columns())) {
-      float o[4] = {0.f, 0.f, 0.f, 0.f}, m[2], l[2] = {0.f, 0.f};
-      me.products(o, m, l);
-      me.hand_over(o, m, l, in_cluster);
+    float o[4] = {0.f, 0.f, 0.f, 0.f};
+    uint16_t* out[2] = {};
+    const bool busy = found && 16 * (warp - 4) < S::kColumns;
+    if (found) {
+      if (S::kApart && me.blocks > S::kHalfBlocks) {
+        // The second half lands where my first keys were.
+        if (me.own_count > 0) ptx::mbar_wait(me.base + S::kKeysDone, 0);
+        me.load_values(S::kHalfBlocks, S::kMaxBlocks);
+      }
+      if (warp == 7) {
+        me.replay_references();
+        __syncwarp();
+        ptx::bar_arrive(kFactors, 32 + 32);
+      }
+      out[0] = me.out_row(me.q0);
+      out[1] = me.out_row(me.q0 + 1);
+      ptx::bar_sync(kGroup + 1, 128);
+      if (busy) me.products(o);
     }
+    ptx::bar_sync(kSums, 128 + 32);
+    if (busy) me.hand_over(o, out, in_cluster);
     __syncwarp();
   }
   if (in_cluster) {
     ptx::cluster_arrive();
     ptx::cluster_wait();
-    if (found && warp >= 4 && me.chunk == 0 && x.chunks > 1) me.merge();
+    if (found && x.chunks > 1) me.merge();
+    __syncwarp();
+    ptx::cluster_arrive();  // nobody leaves while others read its memory
+    ptx::cluster_wait();
   }
 }
 
