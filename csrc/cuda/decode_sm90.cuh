@@ -458,35 +458,38 @@ struct DecodeProducer {
   const int lane = threadIdx.x & 31;
   const uint64_t policy = ptx::policy_evict_first();  // keys and values are read once
 
-  // A block, in copies of box_keys keys and 64 columns, a lane a copy. The panels of the same keys go out side by side,
-  // so that memory is read in order; copies that hold no visible key are left out.
-  DETATTN_DEV void load(const TensorView& t, const DecodeItem& x, int block, uint32_t dst, uint32_t bar,
-                        uint32_t empty = 0, uint32_t parity = 0) {
+  // A block, in copies of box_keys keys and at most 64 columns, a lane a copy. The panels of the same keys go out side
+  // by side, so that memory is read in order; copies that hold no visible key are left out.
+  template <int kPanels>
+  DETATTN_DEV void load(const TensorView& t, const DecodeItem& x, int block, uint32_t dst, uint32_t bar, int column,
+                        int columns, uint32_t empty = 0, uint32_t parity = 0) {
     const int key = block * L::kBlock, head = x.head_kv * t.head_step;
     const int row = x.view.k_row + static_cast<int>(x.view.sequence.valid.begin) + key;
-    const int from = max(x.begin - key, 0) / p.box_keys * L::kPanels;
-    const int to = (min(x.end - key, L::kBlock) + p.box_keys - 1) / p.box_keys * L::kPanels;
+    const int from = max(x.begin - key, 0) / p.box_keys * kPanels;
+    const int to = (min(x.end - key, L::kBlock) + p.box_keys - 1) / p.box_keys * kPanels;
     const auto page_of = [&](int i) {
       if (!p.block_table) return x.view.k_batch;
-      return i < to ? p.block_table[x.batch * p.table_batch + (key + i / L::kPanels * p.box_keys) / p.page_size] : 0;
+      return i < to ? p.block_table[x.batch * p.table_batch + (key + i / kPanels * p.box_keys) / p.page_size] : 0;
     };
     // The first pages are looked up before the wait.
     int i = from + lane, page = page_of(i);
     if (empty) ptx::mbar_wait(empty, parity);
-    if (lane == 0) ptx::mbar_expect_tx(bar, (to - from) * p.box_keys * 128);
+    const uint32_t bytes = p.box_keys * columns * 2;
+    if (lane == 0) ptx::mbar_expect_tx(bar, (to - from) * bytes);
     __syncwarp();
 #pragma unroll 1
     while (i < to) {
-      const int box = i / L::kPanels, panel = i - box * L::kPanels;
+      const int box = i / kPanels, panel = i - box * kPanels;
       const int slot = p.block_table ? (key + box * p.box_keys) % p.page_size : row + box * p.box_keys;
-      ptx::tma_load(dst + panel * L::kPanelKV + box * p.box_keys * 128, &t.map, bar, 64 * panel, slot, head,
+      ptx::tma_load(dst + panel * L::kPanelKV + box * bytes, &t.map, bar, column + 64 * panel, slot, head,
                     page * t.batch_step, policy);
       i += 32;
       page = page_of(i);
     }
   }
   DETATTN_DEV void load_block(const TensorView& t, const DecodeItem& x, int block) {
-    load(t, x, block, kv + ring.stage * L::kKVBytes, bars.full(ring.stage), bars.empty(ring.stage), ring.phase ^ 1);
+    load<L::kPanels>(t, x, block, kv + ring.stage * L::kKVBytes, bars.full(ring.stage), 0, 64, bars.empty(ring.stage),
+                     ring.phase ^ 1);
     ring.advance();
   }
 

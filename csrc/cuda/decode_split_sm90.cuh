@@ -8,7 +8,7 @@
 
 namespace detattn {
 
-constexpr int kSplitThreads = 256;  // warps 0-3: scores of my blocks; 4-7: my columns of V and the products with them
+constexpr int kSplitThreads = 256;  // warps 0-3: scores of my blocks; 4-7: products with my columns of V; 4: loads
 constexpr int kSplitChunkKeys = kChunks.step[0].keys;
 
 // Keys of my blocks; my columns of V for all keys of the chunk, the second half in the memory of the keys where both do
@@ -33,14 +33,16 @@ struct SplitLayout {
   static constexpr uint32_t kReference = kFinal + kDecodeRows * 8;              // [row]
   static constexpr uint32_t kMoves = kReference + kDecodeRows * 4;              // bit b: block b moves some reference
   static constexpr uint32_t kP = kMoves + 16;                                   // [row][key]
-  // Of my blocks: [block][warp][row] and [block][warp][key mod 8][row]; later my partial result.
+  // Of my blocks: [block][warp][row] and [block][warp][key mod 8][row].
   static constexpr uint32_t kOwnMaxima = kP + kDecodeRows * kPitchP;
   static constexpr uint32_t kOwnSums = kOwnMaxima + kOwn * L::kMaxBytes;
-  static constexpr uint32_t kPartialState = kOwnMaxima;                     // [row] (reference, sum)
-  static constexpr uint32_t kPartialOut = kPartialState + kDecodeRows * 8;  // [row][column]
-  static constexpr uint32_t kEndOwn = kOwnSums + kOwn * L::kSumBytes;
-  static constexpr uint32_t kEndPartial = kPartialOut + kDecodeRows * kColumns * 4;
-  static constexpr uint32_t kTail = kEndOwn > kEndPartial ? kEndOwn : kEndPartial;
+  // Partial results of the chunks of the cluster, in the CTAs that merge them. Nothing else may lie here: the chunks
+  // are not in step.
+  static constexpr int kMostChunks = kDecodeMaxCluster / kSplit;
+  static constexpr uint32_t kPartialState = kOwnSums + kOwn * L::kSumBytes;               // [chunk][row]
+  static constexpr uint32_t kPartialOut = kPartialState + kMostChunks * kDecodeRows * 8;  // [chunk][row][column]
+  static constexpr uint32_t kTail =
+      kMostChunks > 1 ? kPartialOut + kMostChunks * kDecodeRows * kColumns * 4 : kPartialState;
   static_assert(kKeysReady % 8 == 0 && kMaxima % 16 == 0 && kP % 16 == 0 && kPartialOut % 16 == 0 &&
                 kDecodeRows * 8 <= kOwn * L::kMaxBytes);
 
@@ -91,6 +93,7 @@ struct SplitDecode {
   const int own = min(part * per_cta, blocks), own_count = min(per_cta, blocks - own);
   const num::Scaling scaling{p.kappa, p.scale, p.cap};
 
+  DETATTN_DEV int chunk() const { return chunk_rank / kSplit; }
   DETATTN_DEV float* floats(uint32_t at) const { return reinterpret_cast<float*>(tail + at); }
   DETATTN_DEV float2* pairs(uint32_t at) const { return reinterpret_cast<float2*>(tail + at); }
   DETATTN_DEV uint32_t remote(uint32_t at, int to) const { return ptx::map_to_rank(base + at, chunk_rank + to); }
@@ -255,7 +258,8 @@ struct SplitDecode {
     float m = blocks > 0 ? floats(S::kReference)[row] : num::neg_inf(), sum = lane >> 2 ? l[1] : l[0];
     if (x.chunks > 1) {
       if (in_cluster) {
-        pairs(S::kPartialState)[row] = make_float2(m, sum);
+        ptx::store_remote(ptx::map_to_rank(base + S::kPartialState + (chunk() * kDecodeRows + row) * 8, part),
+                          make_float2(m, sum));
       } else if (part == 0) {
         *reinterpret_cast<float2*>(p.partial_ml + (x.slot * kDecodeRows + row) * 2) = make_float2(m, sum);
       }
@@ -268,84 +272,87 @@ struct SplitDecode {
     if (part == 0) write_lse(p, x.view, head, x.query(p, row), m, sum);
   }
 
-  // One warp: the keys of my blocks.
-  DETATTN_DEV void load_keys() const {
-    if (lane == 0) {
+  // Blocks [first, past) of V, and before them the keys of my blocks.
+  DETATTN_DEV void load(bool with_keys, int first, int past) const {
+    past = min(past, blocks);
+    DecodeProducer<kHeadDim> producer{p, keys, RingBarriers<kDecodeMaxBuffers>{}, DecodeRing{1}};
+    if (p.block_table) {
+      for (int b = 0; with_keys && b < own_count; ++b) {
+        const int block = x.first + own + b;
+        producer.template load<L::kPanels>(p.k, x, block, keys + b * L::kKVBytes, base + S::kKeysReady + 8 * b, 0, 64);
+      }
+      for (int b = first; b < past; ++b) {
+        producer.template load<1>(p.v_slice, x, x.first + b, value_block(b), base + S::kValuesReady + 8 * b,
+                                  part * S::kColumns, S::kColumns);
+      }
+      return;
+    }
+    // A lane a block.
+    const int row = x.view.k_row + static_cast<int>(x.view.sequence.valid.begin) + x.first * L::kBlock;
+    if (with_keys && lane < own_count) {
+      const uint32_t bar = base + S::kKeysReady + 8 * lane;
+      ptx::mbar_expect_tx(bar, L::kKVBytes);
+#pragma unroll
+      for (int i = 0; i < L::kPanels; ++i) {
+        ptx::tma_load(keys + lane * L::kKVBytes + i * L::kPanelKV, &p.k.map, bar, 64 * i,
+                      row + (own + lane) * L::kBlock, x.head_kv * p.k.head_step, x.view.k_batch * p.k.batch_step,
+                      producer.policy);
+      }
+    }
+    __syncwarp();
+    const int block = first + lane;
+    if (block < past) {
+      const uint32_t bar = base + S::kValuesReady + 8 * block;
+      ptx::mbar_expect_tx(bar, S::kBlockV);
+      ptx::tma_load(value_block(block), &p.v_slice.map, bar, part * S::kColumns, row + block * L::kBlock,
+                    x.head_kv * p.v_slice.head_step, x.view.k_batch * p.v_slice.batch_step, producer.policy);
+    }
+  }
+  DETATTN_DEV void load_early() const {
+    if (lane == 0 && blocks > 0) {
       // From every CTA of the chunk the maxima and sums of its blocks, from the others their probabilities.
       ptx::mbar_expect_tx(base + S::kMaximaReady, blocks * kDecodeRows * 4);
       ptx::mbar_expect_tx(base + S::kProbabilitiesReady,
                           blocks * 4 * kDecodeRows * 4 + (blocks - own_count) * kDecodeRows * L::kBlock * 2);
     }
-    DecodeProducer<kHeadDim> producer{p, keys, RingBarriers<kDecodeMaxBuffers>{}, DecodeRing{1}};
-    if (p.block_table) {
-      for (int b = 0; b < own_count; ++b) {
-        producer.load(p.k, x, x.first + own + b, keys + b * L::kKVBytes, base + S::kKeysReady + 8 * b);
-      }
-    } else if (lane < own_count) {
-      // A lane a block.
-      const uint32_t bar = base + S::kKeysReady + 8 * lane;
-      const int row = x.view.k_row + static_cast<int>(x.view.sequence.valid.begin);
-      ptx::mbar_expect_tx(bar, L::kKVBytes);
-#pragma unroll
-      for (int i = 0; i < L::kPanels; ++i) {
-        ptx::tma_load(keys + lane * L::kKVBytes + i * L::kPanelKV, &p.k.map, bar, 64 * i,
-                      row + (x.first + own + lane) * L::kBlock, x.head_kv * p.k.head_step,
-                      x.view.k_batch * p.k.batch_step, producer.policy);
-      }
-    }
-    __syncwarp();
+    load(true, 0, S::kApart ? S::kHalfBlocks : S::kMaxBlocks);
   }
-
-  // Four warps: my columns of blocks [first, past) of V. Rows are too short for the copy engine, which takes as long
-  // for 32 bytes as for 128. Keys that no row of the tile sees, masked ones and those of pages that do not exist become
-  // zeros.
-  DETATTN_DEV void load_values(int first, int past) const {
-    constexpr int kPieces = S::kColumns / 8, kEach = L::kBlock * kPieces / 128;
-    const Rows& rows = p.v_rows;
-    const Element* v = static_cast<const Element*>(rows.data) + x.head_kv * rows.head + part * S::kColumns;
-    if (!p.block_table) {
-      v += x.view.k_batch * rows.batch + (x.view.k_row + x.view.sequence.valid.begin) * rows.row;
-    }
-#pragma unroll 1
-    for (int b = first; b < min(past, blocks); ++b) {
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) {
-        const int i = thread + 128 * j, key = i / kPieces, piece = i % kPieces,
-                  relative = (x.first + b) * L::kBlock + key;
-        bool live = relative >= x.begin && relative < x.end && part * S::kColumns + 8 * piece < p.head_dim;
-        if (live && x.view.holes) live = (p.key_bits[x.batch * p.key_words + relative / 32] >> (relative & 31)) & 1;
-        const Element* src = v;
-        if (live && p.block_table) {
-          const int index = relative / p.page_size, page = p.block_table[x.batch * p.table_batch + index];
-          live = page >= 0 && page < p.num_pages;
-          if (live) src += page * rows.batch + (relative - index * p.page_size) * rows.row + 8 * piece;
-        } else if (live) {
-          src += relative * rows.row + 8 * piece;
-        }
-        ptx::copy_16_bytes(value_block(b) + (key * kPieces + turned(key, piece)) * 16, src, live ? 16 : 0);
-      }
-      ptx::copies_arrive(base + S::kValuesReady + 8 * b);
-    }
+  DETATTN_DEV void load_late() const {
+    if (!S::kApart) return;
+    if (own_count > 0) ptx::mbar_wait(base + S::kKeysDone, 0);
+    load(false, S::kHalfBlocks, S::kMaxBlocks);
   }
 
   DETATTN_DEV uint32_t value_block(int block) const {
     const int h = block / S::kHalfBlocks;
     return keys + S::values(h) + (block - h * S::kHalfBlocks) * S::kBlockV;
   }
-  // 16-byte pieces of a key lie turned by bits of the key's number, which are the same for keys 8 apart: ldmatrix meets
-  // no bank conflicts, and its address moves in even steps.
-  DETATTN_DEV static int turned(int key, int piece) {
-    constexpr int kPieces = S::kColumns / 8, kShift = kPieces == 2 ? 2 : (kPieces == 4 ? 1 : 0);
-    return kPieces & (kPieces - 1) ? piece : piece ^ (key >> kShift & (kPieces - 1));
+  // V of a block has come. Keys that no row of the tile sees, and masked ones, become zeros.
+  DETATTN_DEV void await_values(int block) const {
+    ptx::mbar_wait(base + S::kValuesReady + 8 * block, 0);
+    const int first = (x.first + block) * L::kBlock;
+    if (x.begin <= first && x.end >= first + L::kBlock && !x.view.holes) return;
+    constexpr int kPieces = S::kColumns / 8;
+    for (int i = thread; i < L::kBlock * kPieces; i += 128) {
+      const int relative = first + i / kPieces;
+      bool live = relative >= x.begin && relative < x.end;
+      if (live && x.view.holes) live = (p.key_bits[x.batch * p.key_words + relative / 32] >> (relative & 31)) & 1;
+      if (!live) ptx::zero_16_bytes(value_block(block) + i * 16);
+    }
+    ptx::bar_sync(kGroup + 1, 128);
   }
 
   // What a lane holds of a block of V (transposed) and of P.
   struct Fragments {
     uint32_t v[kSteps][4], p[kSteps / 2][4];
   };
+  // V lies as the copy engine swizzles it, 16-byte pieces of a key turned by bits of the key's number, which are the
+  // same for keys 8 apart: ldmatrix meets no bank conflicts, and the address moves in even steps.
   DETATTN_DEV uint32_t first_piece() const {
-    const int i = lane >> 3, key = lane & 7;
-    return ((8 * (i >> 1) + key) * (S::kColumns / 8) + turned(key, 2 * warp + (i & 1))) * 16;
+    constexpr int kPieces = S::kColumns / 8, kShift = kPieces == 2 ? 2 : (kPieces == 4 ? 1 : 0);
+    const int i = lane >> 3, key = lane & 7, piece = 2 * warp + (i & 1);
+    const int turned = kPieces & (kPieces - 1) ? piece : piece ^ (key >> kShift & (kPieces - 1));
+    return ((8 * (i >> 1) + key) * kPieces + turned) * 16;
   }
   DETATTN_DEV void load_step(Fragments& f, uint32_t v, uint32_t probabilities, int k) const {
     ptx::ldmatrix_x4_trans(v + k * (16 * 2 * S::kColumns), f.v[k]);
@@ -374,23 +381,27 @@ struct SplitDecode {
     return base + S::kP + (lane & 7) * S::kPitchP + 2 * (block * L::kBlock + 8 * (lane >> 3));
   }
 
+  // All four warps come here; those without columns of their own only help to clean.
   DETATTN_DEV void products(float (&o)[4]) const {
     if (blocks == 0) return;
+    ptx::mbar_wait(base + S::kProbabilitiesReady, 0);
     const auto await_pair = [&](int b) {
-      if (b < blocks) ptx::mbar_wait(base + S::kValuesReady + 8 * b, 0);
-      if (b + 1 < blocks) ptx::mbar_wait(base + S::kValuesReady + 8 * (b + 1), 0);
+      if (b < blocks) await_values(b);
+      if (b + 1 < blocks) await_values(b + 1);
     };
     await_pair(0);
-    Fragments even, odd;
-    ptx::mbar_wait(base + S::kProbabilitiesReady, 0);
+    const bool busy = 16 * warp < S::kColumns;
     const unsigned moves = *reinterpret_cast<const unsigned*>(tail + S::kMoves);
+    Fragments even, odd;
+    if (busy) {
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) load_step(even, value_block(0) + first_piece(), probability_block(0), k);
+      for (int k = 0; k < kSteps; ++k) load_step(even, value_block(0) + first_piece(), probability_block(0), k);
+    }
 #pragma unroll 1
     for (int b = 0; b < blocks; b += 2) {
-      multiply(o, even, b, moves, odd);
+      if (busy) multiply(o, even, b, moves, odd);
       await_pair(b + 2);
-      if (b + 1 < blocks) multiply(o, odd, b + 1, moves, even);
+      if (busy && b + 1 < blocks) multiply(o, odd, b + 1, moves, even);
     }
   }
 
@@ -418,7 +429,9 @@ struct SplitDecode {
           if (p.sinks) value = __fmul_rn(value, last.x);
           if (all < p.head_dim) out[r][all] = rounded(value, last.y);
         } else if (in_cluster) {
-          floats(S::kPartialOut)[row * S::kColumns + mine] = value;
+          ptx::store_remote(
+              ptx::map_to_rank(base + S::kPartialOut + ((chunk() * kDecodeRows + row) * S::kColumns + mine) * 4, part),
+              value);
         } else {
           p.partial_out[(x.slot * kDecodeRows + row) * kHeadDim + all] = value;
         }
@@ -426,29 +439,19 @@ struct SplitDecode {
     }
   }
 
-  // The CTAs that hold the same columns of the chunks share the elements between them; each is merged left to right.
+  // The first chunk's CTAs merge their columns of all chunks, left to right.
   DETATTN_DEV void merge() const {
-    constexpr int kMost = kDecodeMaxCluster / kSplit;
     const int rows = min(kDecodeRows, x.rows - x.row);
-    for (int i = chunk_rank / kSplit * kSplitThreads + threadIdx.x; i < rows * S::kColumns;
-         i += x.chunks * kSplitThreads) {
-      const int row = i / S::kColumns, column = i - row * S::kColumns, all = part * S::kColumns + column;
-      float2 state[kMost];
-      float out[kMost];
-#pragma unroll
-      for (int c = 0; c < kMost; ++c) {
-        if (c >= x.chunks) break;
-        const int rank_of = c * kSplit + part;
-        state[c] = ptx::load_remote2(ptx::map_to_rank(base + S::kPartialState + row * 8, rank_of));
-        out[c] = ptx::load_remote(ptx::map_to_rank(base + S::kPartialOut + i * 4, rank_of));
-      }
+    for (int i = threadIdx.x; i < rows * S::kColumns; i += kSplitThreads) {
+      const int row = i / S::kColumns, all = part * S::kColumns + i - row * S::kColumns;
       float total_m = num::neg_inf(), total_l = 0.f, total = 0.f;
 #pragma unroll
-      for (int c = 0; c < kMost; ++c) {
+      for (int c = 0; c < S::kMostChunks; ++c) {
         if (c >= x.chunks) break;
-        const num::MergeWeights w = num::merge_weights(total_m, state[c].x, scaling.kappa);
-        total_l = num::merge(total_l, w.total, state[c].y, w.chunk);
-        total = num::merge(total, w.total, out[c], w.chunk);
+        const float2 state = pairs(S::kPartialState)[c * kDecodeRows + row];
+        const num::MergeWeights w = num::merge_weights(total_m, state.x, scaling.kappa);
+        total_l = num::merge(total_l, w.total, state.y, w.chunk);
+        total = num::merge(total, w.total, floats(S::kPartialOut)[c * (kDecodeRows * S::kColumns) + i], w.chunk);
       }
       const int head = x.head(p, row);
       if (p.sinks) total = __fmul_rn(total, num::add_sink(total_m, total_l, p.sinks[head], scaling));
@@ -467,11 +470,12 @@ __global__ void __launch_bounds__(kSplitThreads) decode_split_kernel(const __gri
   // The loading warp's first lane makes the barriers, and needs no other thread to start the copies.
   if (threadIdx.x == 0) {
     ptx::tma_prefetch(&p.k.map);
+    ptx::tma_prefetch(&p.v_slice.map);
   }
   if (threadIdx.x == 128) {
     const uint32_t base = ptx::shared_address(tail);
     for (int b = 0; b < S::kOwn; ++b) ptx::mbar_init(base + S::kKeysReady + 8 * b, 1);
-    for (int b = 0; b < S::kMaxBlocks; ++b) ptx::mbar_init(base + S::kValuesReady + 8 * b, 128);
+    for (int b = 0; b < S::kMaxBlocks; ++b) ptx::mbar_init(base + S::kValuesReady + 8 * b, 1);
     ptx::mbar_init(base + S::kKeysDone, 4);
     ptx::mbar_init(base + S::kMaximaReady, 1);
     ptx::mbar_init(base + S::kProbabilitiesReady, 1 + 4);  // and the warps that write my own
@@ -501,42 +505,31 @@ __global__ void __launch_bounds__(kSplitThreads) decode_split_kernel(const __gri
       ptx::bar_arrive(kSums, 128 + 32);
     }
   } else {
-    if (found && me.blocks > 0) {
-      if (warp == 4) me.load_keys();
-      me.load_values(0, S::kApart ? S::kHalfBlocks : S::kMaxBlocks);
-    }
+    if (found && warp == 4) me.load_early();
     __syncwarp();
     ptx::cluster_wait();
     float o[4] = {0.f, 0.f, 0.f, 0.f};
     uint16_t* out[2] = {};
-    const bool busy = found && 16 * (warp - 4) < S::kColumns;
     if (found) {
-      if (S::kApart && me.blocks > S::kHalfBlocks) {
-        // The second half lands where my first keys were.
-        if (me.own_count > 0) ptx::mbar_wait(me.base + S::kKeysDone, 0);
-        me.load_values(S::kHalfBlocks, S::kMaxBlocks);
-      }
-      if (warp == 7) {
+      out[0] = me.out_row(me.q0);
+      out[1] = me.out_row(me.q0 + 1);
+      if (warp == 4) me.load_late();
+      if (warp == 5) {
         me.replay_references();
         __syncwarp();
         ptx::bar_arrive(kFactors, 32 + 32);
       }
-      out[0] = me.out_row(me.q0);
-      out[1] = me.out_row(me.q0 + 1);
       ptx::bar_sync(kGroup + 1, 128);
-      if (busy) me.products(o);
+      me.products(o);
     }
     ptx::bar_sync(kSums, 128 + 32);
-    if (busy) me.hand_over(o, out, in_cluster);
+    if (found && 16 * (warp - 4) < S::kColumns) me.hand_over(o, out, in_cluster);
     __syncwarp();
   }
   if (in_cluster) {
     ptx::cluster_arrive();
     ptx::cluster_wait();
-    if (found && x.chunks > 1) me.merge();
-    __syncwarp();
-    ptx::cluster_arrive();  // nobody leaves while others read its memory
-    ptx::cluster_wait();
+    if (found && me.chunk_rank == 0 && x.chunks > 1) me.merge();
   }
 }
 

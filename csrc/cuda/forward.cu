@@ -116,12 +116,16 @@ Work plan_work(const FwdParams& p, int sms) {
   const int dim = instance_dim(p.head_dim);
   const SplitWays options = split_ways(dim);
   const int64_t tiles = w.decode_items / w.max_chunks;
+  // With as many chunks as a cluster has CTAs, a CTA a chunk is as fast as sharing them through the workspace.
+  const bool one_cta_chunks = !p.cu_seqlens_q && w.max_chunks > kDecodeMaxCluster / 2 &&
+                              w.max_chunks <= kDecodeMaxCluster && tiles <= clusters_at_once(w.max_chunks, sms);
   for (int way = 0; way < 3; ++way) {
     const int ways = options.ways[way];
-    if (ways == 0 || !first_step) continue;
+    // A copy lands on 128 bytes.
+    if (ways == 0 || !first_step || copied_keys(p, block_keys(dim)) * (dim / ways) % 64 != 0) continue;
     const int64_t all = ways * w.max_chunks;
     const bool merged = !p.cu_seqlens_q && all <= kDecodeMaxCluster && tiles <= clusters_at_once(all, sms);
-    if (!merged && w.decode_items > clusters_at_once(ways, sms)) continue;
+    if (!merged && (w.decode_items > clusters_at_once(ways, sms) || one_cta_chunks)) continue;
     if (w.split == 0 || (merged && !w.cluster)) {
       w.split = ways;
       w.split_way = way;
@@ -188,8 +192,9 @@ PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
   return function;
 }
 
-// Panels of 64 columns and box_rows rows, 128-byte swizzle; columns past the head dim and rows past the end read as 0.
-int describe(TensorView& view, const Rows& r, const Extents& n, const FwdParams& p, int box_rows) {
+// Panels of `columns` columns and box_rows rows, swizzled over the bytes of a row; columns past the head dim and rows
+// past the end read as 0.
+int describe(TensorView& view, const Rows& r, const Extents& n, const FwdParams& p, int box_rows, int columns = 64) {
   const auto encode = encode_function();
   if (!encode) return kNoDriverEntry;
   view.head_step = n.heads > 1 && r.head == 0 ? 0 : 1;
@@ -201,12 +206,17 @@ int describe(TensorView& view, const Rows& r, const Extents& n, const FwdParams&
   const cuuint64_t extents[4] = {static_cast<cuuint64_t>(p.head_dim), extent(n.rows, 1),
                                  extent(n.heads, view.head_step), extent(n.batch, view.batch_step)};
   const cuuint64_t strides[3] = {bytes(r.row, extents[1]), bytes(r.head, extents[2]), bytes(r.batch, extents[3])};
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1}, steps[4] = {1, 1, 1, 1};
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(box_rows), 1, 1},
+                   steps[4] = {1, 1, 1, 1};
   const auto type = p.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   // Promotion to 128 bytes, a row of the box: 256 cost 6 % of the memory bandwidth.
+  const auto swizzle = columns == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
+                       : columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
+                       : columns == 16 ? CU_TENSOR_MAP_SWIZZLE_32B
+                                       : CU_TENSOR_MAP_SWIZZLE_NONE;
   const CUresult e =
       encode(&view.map, type, 4, const_cast<void*>(r.data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return e == CUDA_SUCCESS ? 0 : kDriverErrors + static_cast<int>(e);
 }
 
@@ -276,8 +286,6 @@ int cuda_forward(const FwdParams& p, void* workspace, void* stream_handle, int, 
     if (const cudaError_t e = to_scratch(v, nk, w.v)) return e;
   }
   args.q_rows = q;
-  args.v_rows = v;
-  args.num_pages = static_cast<int32_t>(std::min<int64_t>(p.num_pages, INT32_MAX));
   const Rows out = {p.out.data, p.out.batch, p.out.head, p.out.row};
   args.out_map_ok = addressable(out, nq);
   if (const int e = describe(args.q, q, nq, p, kRowsPerGroup)) return e;
@@ -347,8 +355,11 @@ int cuda_forward(const FwdParams& p, void* workspace, void* stream_handle, int, 
     args.decode_items = work.decode_items;
     // Two CTAs share a multiprocessor where there is work for both, with steps of 128 keys; otherwise one takes a
     // longer ring and steps of 512 keys.
-    if (const int e = describe_keys(copied_keys(p, work.split ? block_keys(dim) : kDecodeBoxKeys))) return e;
+    if (const int e = describe_keys(copied_keys(p, work.split || work.cluster ? block_keys(dim) : kDecodeBoxKeys)))
+      return e;
     if (work.split) {
+      const int columns = dim / work.split;
+      if (const int e = describe(args.v_slice, keys ? v : q, keys ? nk : nq, p, args.box_keys, columns)) return e;
       if (!p.cu_seqlens_q && !p.key_padding_mask && args.row_tiles == 1) {
         const Sequence all = {p.seqlen_q, p.seqlen_k, {0, p.seqlen_k}};
         args.same = {row_limits(args.mask, all, 0), sequence_chunks(args.mask, all)};

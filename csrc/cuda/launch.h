@@ -25,19 +25,20 @@ struct TensorView {
 
 struct FwdArgs {
   TensorView q, k, v, out;
+  TensorView v_slice;  // of the columns of a CTA where CTAs share a chunk
 
   int32_t batch, heads_q, heads_kv, group, head_dim;
   int64_t seqlen_q, seqlen_k;
   Mask mask;
   const int32_t *cu_seqlens_q, *cu_seqlens_k, *seqused_k, *block_table;
   int64_t table_batch;
-  int32_t num_pages, page_size, box_keys;  // box_keys: keys of one copy, a power of two that divides the page size
+  int32_t page_size, box_keys;  // box_keys: keys of one copy, a power of two that divides the page size
   const float* sinks;
 
   float kappa, scale, cap;  // num::Scaling
 
   MutableRows out_rows, lse;
-  Rows q_rows, v_rows;
+  Rows q_rows;
   int32_t out_map_ok;  // 0: `out` cannot be described by a tensor map
 
   // Workspace.

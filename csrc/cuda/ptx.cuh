@@ -93,10 +93,12 @@ DETATTN_DEV float2 load_remote2(uint32_t address) {
   return v;
 }
 
-DETATTN_DEV float load_remote(uint32_t address) {
-  float v;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
-  return v;
+// st.shared::cluster (9.7.9.12).
+DETATTN_DEV void store_remote(uint32_t address, float v) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+DETATTN_DEV void store_remote(uint32_t address, float2 v) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
 }
 
 // st.async (9.7.9.12): a store to a CTA of the cluster that counts its bytes on a barrier of that CTA.
@@ -114,15 +116,6 @@ DETATTN_DEV void send(uint32_t address, uint32_t bar, uint4 v) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(address),
                "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(bar)
                : "memory");
-}
-
-// cp.async (9.7.9.25.3.1) of 16 bytes, or of as many zeros where `bytes` is 0 (nothing is read then), and
-// cp.async.mbarrier.arrive (9.7.13.15.17): this thread's arrival once its copies so far have landed.
-DETATTN_DEV void copy_16_bytes(uint32_t dst, const void* src, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
-}
-DETATTN_DEV void copies_arrive(uint32_t bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 
 // prefetch.tensormap (9.7.9.15).
