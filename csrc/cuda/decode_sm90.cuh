@@ -39,12 +39,48 @@ struct DecodeItem {
   int32_t begin, end;   // relative keys that some row of the tile sees
   int32_t chunks;       // of the sequence; 1: no merge follows
   int64_t slot;
+
+  // Of row `r` of the tile. The division is slow, and most calls have one query a sequence.
+  DETATTN_DEV int query(const FwdArgs& p, int r) const { return rows == p.group ? 0 : (row + r) / p.group; }
+  DETATTN_DEV int head(const FwdArgs& p, int r) const { return head_kv * p.group + row + r - query(p, r) * p.group; }
 };
+
+// Chunk `chunk` for the packed rows from `row` on, whose limits are known. False: the sequence has no such chunk.
+template <int kHeadDim>
+DETATTN_DEV bool place_in_tile(const FwdArgs& p, const ChunkRange& chunks, int chunk, int head_kv, int row,
+                               DecodeItem& x) {
+  constexpr int kBlock = block_keys(kHeadDim);
+  if (chunk >= chunks.count) return false;
+  x.chunks = chunks.count;
+  x.rows = static_cast<int>(x.view.sequence.queries) * p.group;
+  x.head_kv = head_kv;
+  x.row = row;
+  x.first_query = x.query(p, 0);
+  x.begin = x.limits.first(0);
+  x.end = x.limits.past(x.query(p, min(kDecodeRows, x.rows - row) - 1) - x.first_query);
+  const int from = max(x.begin, chunk_start(chunks.first + chunk)),
+            to = min(x.end, chunk_start(chunks.first + chunk + 1));
+  x.first = x.last = 0;
+  if (to > from) {
+    x.first = from / kBlock;
+    x.last = (to + kBlock - 1) / kBlock;
+  }
+  return true;
+}
+
+// The same for row tile `tile`, counted over the key heads of the sequence.
+template <int kHeadDim>
+DETATTN_DEV bool place_item(const FwdArgs& p, const ChunkRange& chunks, int tile, int chunk, DecodeItem& x) {
+  const Sequence& s = x.view.sequence;
+  const int rows = static_cast<int>(s.queries) * p.group, tiles = (rows + kDecodeRows - 1) / kDecodeRows;
+  const int head_kv = tiles == 1 ? tile : tile / tiles, row = (tile - head_kv * tiles) * kDecodeRows;
+  x.limits = row_limits(p.mask, s, rows == p.group ? 0 : row / p.group);
+  return place_in_tile<kHeadDim>(p, chunks, chunk, head_kv, row, x);
+}
 
 // False: a dense chunk that its sequence does not have; varlen: past the last item.
 template <int kHeadDim>
 DETATTN_DEV bool locate_item(const FwdArgs& p, int64_t item, DecodeItem& x) {
-  constexpr int kBlock = block_keys(kHeadDim);
   if (item >= p.decode_items) return false;  // only malformed lengths lead past the bound
   uint32_t in_sequence;
   if (p.cu_seqlens_q) {
@@ -59,29 +95,10 @@ DETATTN_DEV bool locate_item(const FwdArgs& p, int64_t item, DecodeItem& x) {
   }
   x.slot = item;
   x.view = view_sequence(p, x.batch);
-  const Sequence& s = x.view.sequence;
-  const ChunkRange chunks = sequence_chunks(p.mask, s);
+  const ChunkRange chunks = sequence_chunks(p.mask, x.view.sequence);
   const int per_tile = p.cu_seqlens_q ? chunks.count : p.max_chunks;
-  x.chunks = chunks.count;
-  x.rows = static_cast<int>(s.queries) * p.group;
-  const int tiles = (x.rows + kDecodeRows - 1) / kDecodeRows;
-  const int tile = in_sequence / static_cast<uint32_t>(per_tile), chunk = in_sequence - tile * per_tile;
-  if (chunk >= chunks.count) return false;
-  x.head_kv = tile / tiles;
-  x.row = (tile - x.head_kv * tiles) * kDecodeRows;
-  x.first_query = x.row / p.group;
-  x.limits = row_limits(p.mask, s, x.first_query);
-  const int last_query = (min(x.row + kDecodeRows, x.rows) - 1) / p.group;
-  x.begin = x.limits.first(0);
-  x.end = x.limits.past(last_query - x.first_query);
-  const int from = max(x.begin, chunk_start(chunks.first + chunk)),
-            to = min(x.end, chunk_start(chunks.first + chunk + 1));
-  x.first = x.last = 0;
-  if (to > from) {
-    x.first = from / kBlock;
-    x.last = (to + kBlock - 1) / kBlock;
-  }
-  return true;
+  const int tile = in_sequence / static_cast<uint32_t>(per_tile);
+  return place_item<kHeadDim>(p, chunks, tile, in_sequence - tile * per_tile, x);
 }
 
 struct DecodeRing {
@@ -124,7 +141,7 @@ struct DecodeConsumer {
       const int r = i / (L::kPanels * 8), piece = i - r * (L::kPanels * 8), row = x.row + r, column = 8 * piece;
       uint4 value = {0, 0, 0, 0};
       if (row < x.rows && column < p.head_dim) {
-        const int query = row / p.group, head = x.head_kv * p.group + row - query * p.group;
+        const int query = x.query(p, r), head = x.head(p, r);
         const Element* const q = static_cast<const Element*>(p.q_rows.data) + x.view.q_batch * p.q_rows.batch +
                                  head * p.q_rows.head + static_cast<int64_t>(x.view.q_row + query) * p.q_rows.row;
         value = *reinterpret_cast<const uint4*>(q + column);
@@ -139,7 +156,7 @@ struct DecodeConsumer {
   DETATTN_DEV void mask(float (&t)[kTiles][4], const DecodeItem& x, int block) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int query = (x.row + q0 + r) / p.group - x.first_query;
+      const int query = x.query(p, q0 + r) - x.first_query;
       const int low = x.limits.first(query) - block * L::kBlock, high = x.limits.past(query) - block * L::kBlock;
 #pragma unroll
       for (int i = 0; i < 2 * kTiles; ++i) {
@@ -196,7 +213,7 @@ struct DecodeConsumer {
     float* const sums = reinterpret_cast<float*>(after_scores);
     float* const maxima = reinterpret_cast<float*>(after_scores + p.decode_step * L::kSumBytes);
     float* const factors = maxima + p.decode_step * (L::kMaxBytes / 4) + warp * kDecodeRows + q0;
-    const int last_query = (min(x.row + kDecodeRows, x.rows) - 1) / p.group - x.first_query;
+    const int last_query = x.query(p, min(kDecodeRows, x.rows - x.row) - 1) - x.first_query;
     const int plain_from = x.limits.first(last_query), plain_to = x.view.holes ? 0 : x.limits.past(0);
 #pragma unroll 1
     for (int b = 0; b < blocks; ++b) {
@@ -382,7 +399,7 @@ struct DecodeConsumer {
         total.z = num::merge(total.z, w.total, t.z, w.chunk);
         total.w = num::merge(total.w, w.total, t.w, w.chunk);
       }
-      const int row = x.row + r, query = row / p.group, head = x.head_kv * p.group + row - query * p.group;
+      const int query = x.query(p, r), head = x.head(p, r);
       if (p.sinks) {
         const float a = num::add_sink(total_m, total_l, p.sinks[head], scaling);
         total = {__fmul_rn(total.x, a), __fmul_rn(total.y, a), __fmul_rn(total.z, a), __fmul_rn(total.w, a)};
@@ -410,7 +427,7 @@ struct DecodeConsumer {
         }
         continue;
       }
-      const int query = row / p.group, head = x.head_kv * p.group + row - query * p.group;
+      const int query = x.query(p, q0 + r), head = x.head(p, q0 + r);
       float factor = 1.f;
       if (p.sinks) factor = num::add_sink(m[r], l[r], p.sinks[head], scaling);
       const float inv = num::inverse(l[r]);
@@ -441,39 +458,38 @@ struct DecodeProducer {
   const int lane = threadIdx.x & 31;
   const uint64_t policy = ptx::policy_evict_first();  // keys and values are read once
 
-  DETATTN_DEV void load_block(const TensorView& t, const DecodeItem& x, int block) {
-    const uint32_t bar = bars.full(ring.stage), dst = kv + ring.stage * L::kKVBytes;
+  // A block, in copies of box_keys keys and at most 64 columns, a lane a copy. The panels of the same keys go out side
+  // by side, so that memory is read in order; copies that hold no visible key are left out.
+  template <int kPanels>
+  DETATTN_DEV void load(const TensorView& t, const DecodeItem& x, int block, uint32_t dst, uint32_t bar, int column,
+                        int columns, uint32_t empty = 0, uint32_t parity = 0) {
     const int key = block * L::kBlock, head = x.head_kv * t.head_step;
-    if (!p.block_table) {
-      ptx::mbar_wait(bars.empty(ring.stage), ring.phase ^ 1);
-      if (lane == 0) {
-        const int row = x.view.k_row + static_cast<int>(x.view.sequence.valid.begin) + key;
-        ptx::mbar_expect_tx(bar, L::kKVBytes);
-#pragma unroll
-        for (int i = 0; i < L::kPanels; ++i) {
-          ptx::tma_load(dst + i * L::kPanelKV, &t.map, bar, 64 * i, row, head, x.view.k_batch * t.batch_step, policy);
-        }
-      }
-    } else {
-      // A lane a copy; boxes that hold no visible key are not looked up. The first pages are looked up before the wait.
-      const int from = max(x.begin - key, 0) / p.box_keys * L::kPanels;
-      const int to = (min(x.end - key, L::kBlock) + p.box_keys - 1) / p.box_keys * L::kPanels;
-      const auto page_of = [&](int i) {
-        return i < to ? p.block_table[x.batch * p.table_batch + (key + i / L::kPanels * p.box_keys) / p.page_size] : 0;
-      };
-      int i = from + lane, page = page_of(i);
-      ptx::mbar_wait(bars.empty(ring.stage), ring.phase ^ 1);
-      if (lane == 0) ptx::mbar_expect_tx(bar, (to - from) * p.box_keys * 128);
-      __syncwarp();
+    const int row = x.view.k_row + static_cast<int>(x.view.sequence.valid.begin) + key;
+    const int from = max(x.begin - key, 0) / p.box_keys * kPanels;
+    const int to = (min(x.end - key, L::kBlock) + p.box_keys - 1) / p.box_keys * kPanels;
+    const auto page_of = [&](int i) {
+      if (!p.block_table) return x.view.k_batch;
+      return i < to ? p.block_table[x.batch * p.table_batch + (key + i / kPanels * p.box_keys) / p.page_size] : 0;
+    };
+    // The first pages are looked up before the wait.
+    int i = from + lane, page = page_of(i);
+    if (empty) ptx::mbar_wait(empty, parity);
+    const uint32_t bytes = p.box_keys * columns * 2;
+    if (lane == 0) ptx::mbar_expect_tx(bar, (to - from) * bytes);
+    __syncwarp();
 #pragma unroll 1
-      while (i < to) {
-        const int box = i / L::kPanels, panel = i - box * L::kPanels;
-        ptx::tma_load(dst + panel * L::kPanelKV + box * p.box_keys * 128, &t.map, bar, 64 * panel,
-                      (key + box * p.box_keys) % p.page_size, head, page * t.batch_step, policy);
-        i += 32;
-        page = page_of(i);
-      }
+    while (i < to) {
+      const int box = i / kPanels, panel = i - box * kPanels;
+      const int slot = p.block_table ? (key + box * p.box_keys) % p.page_size : row + box * p.box_keys;
+      ptx::tma_load(dst + panel * L::kPanelKV + box * bytes, &t.map, bar, column + 64 * panel, slot, head,
+                    page * t.batch_step, policy);
+      i += 32;
+      page = page_of(i);
     }
+  }
+  DETATTN_DEV void load_block(const TensorView& t, const DecodeItem& x, int block) {
+    load<L::kPanels>(t, x, block, kv + ring.stage * L::kKVBytes, bars.full(ring.stage), 0, 64, bars.empty(ring.stage),
+                     ring.phase ^ 1);
     ring.advance();
   }
 

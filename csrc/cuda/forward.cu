@@ -53,13 +53,26 @@ bool addressable(const Rows& r, const Extents& n) {
          stride_ok(r.head, n.heads, true) && stride_ok(r.batch, n.batch, true);
 }
 
+// Keys of one copy: at most `most`, a power of two that divides the page size.
+int copied_keys(const FwdParams& p, int most) {
+  if (p.block_table) {
+    while (p.page_size % most != 0) most /= 2;
+  }
+  return most;
+}
+
 // Up to this many sequences every warp counts the work itself instead of waiting for a plan.
 constexpr int kMostScanned = 96;
+
+// Clusters of `size` CTAs, one a multiprocessor, that run at once. A cluster lies in one processing cluster, and those
+// have different numbers of multiprocessors: an H200 with 132 takes 66 clusters of 2, 30 of 4, 15 of 8.
+int64_t clusters_at_once(int64_t size, int sms) { return size <= 2 ? sms / size : sms / size * 15 / 16; }
 
 // Which kernels a call may need, and bounds for them. A sequence goes to decode when it has few packed rows.
 struct Work {
   bool prefill, decode, plan;
   bool cluster;          // the chunks of decoded rows are merged inside clusters, not through the workspace
+  int split, split_way;  // CTAs that share a chunk (0: a CTA a chunk), their place in split_ways
   int64_t most_rows;     // packed rows of a sequence in decode
   int64_t max_chunks;    // of a sequence in decode
   int64_t row_tiles;     // decode tiles of 8 rows, all sequences and key heads
@@ -97,8 +110,32 @@ Work plan_work(const FwdParams& p, int sms) {
     w.row_tiles = int64_t{p.batch} * p.heads_kv * ceil_div(p.seqlen_q * group, kDecodeRows);
     w.decode_items = w.row_tiles * w.max_chunks;
   }
-  // Clusters of several CTAs schedule badly when they do not all run at once.
-  w.cluster = !p.cu_seqlens_q && w.max_chunks > 1 && w.max_chunks <= kDecodeMaxCluster && w.decode_items <= sms;
+  // Few chunks are shared by several CTAs each, and merged in the same cluster where that has room for all chunks of a
+  // row tile. Clusters are used only where all run at once.
+  const bool first_step = p.seqlen_k <= kChunks.step[0].end;
+  const int dim = instance_dim(p.head_dim);
+  const SplitWays options = split_ways(dim);
+  const int64_t tiles = w.decode_items / w.max_chunks;
+  // With as many chunks as a cluster has CTAs, a CTA a chunk is as fast as sharing them through the workspace.
+  const bool one_cta_chunks = !p.cu_seqlens_q && w.max_chunks > kDecodeMaxCluster / 2 &&
+                              w.max_chunks <= kDecodeMaxCluster && tiles <= clusters_at_once(w.max_chunks, sms);
+  for (int way = 0; way < 3; ++way) {
+    const int ways = options.ways[way];
+    // A copy lands on 128 bytes.
+    if (ways == 0 || !first_step || copied_keys(p, block_keys(dim)) * (dim / ways) % 64 != 0) continue;
+    const int64_t all = ways * w.max_chunks;
+    const bool merged = !p.cu_seqlens_q && all <= kDecodeMaxCluster && tiles <= clusters_at_once(all, sms);
+    if (!merged && (w.decode_items > clusters_at_once(ways, sms) || one_cta_chunks)) continue;
+    if (w.split == 0 || (merged && !w.cluster)) {
+      w.split = ways;
+      w.split_way = way;
+      w.cluster = merged;
+    }
+  }
+  if (w.split == 0) {
+    w.cluster = !p.cu_seqlens_q && w.max_chunks > 1 && w.max_chunks <= kDecodeMaxCluster &&
+                tiles <= clusters_at_once(w.max_chunks, sms);
+  }
   return w;
 }
 
@@ -155,8 +192,9 @@ PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
   return function;
 }
 
-// Panels of 64 columns and box_rows rows, 128-byte swizzle; columns past the head dim and rows past the end read as 0.
-int describe(TensorView& view, const Rows& r, const Extents& n, const FwdParams& p, int box_rows) {
+// Panels of `columns` columns and box_rows rows, swizzled over the bytes of a row; columns past the head dim and rows
+// past the end read as 0.
+int describe(TensorView& view, const Rows& r, const Extents& n, const FwdParams& p, int box_rows, int columns = 64) {
   const auto encode = encode_function();
   if (!encode) return kNoDriverEntry;
   view.head_step = n.heads > 1 && r.head == 0 ? 0 : 1;
@@ -168,12 +206,17 @@ int describe(TensorView& view, const Rows& r, const Extents& n, const FwdParams&
   const cuuint64_t extents[4] = {static_cast<cuuint64_t>(p.head_dim), extent(n.rows, 1),
                                  extent(n.heads, view.head_step), extent(n.batch, view.batch_step)};
   const cuuint64_t strides[3] = {bytes(r.row, extents[1]), bytes(r.head, extents[2]), bytes(r.batch, extents[3])};
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1}, steps[4] = {1, 1, 1, 1};
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(box_rows), 1, 1},
+                   steps[4] = {1, 1, 1, 1};
   const auto type = p.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   // Promotion to 128 bytes, a row of the box: 256 cost 6 % of the memory bandwidth.
+  const auto swizzle = columns == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
+                       : columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
+                       : columns == 16 ? CU_TENSOR_MAP_SWIZZLE_32B
+                                       : CU_TENSOR_MAP_SWIZZLE_NONE;
   const CUresult e =
       encode(&view.map, type, 4, const_cast<void*>(r.data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return e == CUDA_SUCCESS ? 0 : kDriverErrors + static_cast<int>(e);
 }
 
@@ -245,17 +288,16 @@ int cuda_forward(const FwdParams& p, void* workspace, void* stream_handle, int, 
   args.q_rows = q;
   const Rows out = {p.out.data, p.out.batch, p.out.head, p.out.row};
   args.out_map_ok = addressable(out, nq);
-  args.box_keys = block_keys(dim);
-  if (p.block_table) {
-    while (p.page_size % args.box_keys != 0) args.box_keys /= 2;
-  }
   if (const int e = describe(args.q, q, nq, p, kRowsPerGroup)) return e;
   if (args.out_map_ok) {
     if (const int e = describe(args.out, out, nq, p, kRowsPerGroup)) return e;
   }
   // Without keys nothing is loaded, but a map needs memory to describe.
-  if (const int e = describe(args.k, keys ? k : q, keys ? nk : nq, p, args.box_keys)) return e;
-  if (const int e = describe(args.v, keys ? v : q, keys ? nk : nq, p, args.box_keys)) return e;
+  const auto describe_keys = [&](int box_keys) -> int {
+    args.box_keys = box_keys;
+    if (const int e = describe(args.k, keys ? k : q, keys ? nk : nq, p, box_keys)) return e;
+    return describe(args.v, keys ? v : q, keys ? nk : nq, p, box_keys);
+  };
 
   auto* const ticket = reinterpret_cast<uint32_t*>(scratch + w.ticket);
   args.totals = reinterpret_cast<float4*>(scratch + w.totals);
@@ -304,23 +346,40 @@ int cuda_forward(const FwdParams& p, void* workspace, void* stream_handle, int, 
   const Instance& instance = instance_of(p.head_dim);
   const int bf16 = p.dtype == DType::kBFloat16, softcap = p.softcap > 0;
   if (work.prefill) {
+    if (const int e = describe_keys(copied_keys(p, block_keys(dim)))) return e;
     if (const cudaError_t e = instance.forward[bf16][softcap](args, static_cast<int>(ctas), stream)) return e;
   }
   if (work.decode) {
     args.row_tiles = static_cast<int32_t>(work.row_tiles / p.heads_kv / (p.cu_seqlens_q ? 1 : p.batch));
     args.max_chunks = static_cast<int32_t>(work.max_chunks);
     args.decode_items = work.decode_items;
-    // Two CTAs share a multiprocessor where there is work for both, with steps of 256 keys; otherwise one takes a
+    // Two CTAs share a multiprocessor where there is work for both, with steps of 128 keys; otherwise one takes a
     // longer ring and steps of 512 keys.
+    if (const int e = describe_keys(copied_keys(p, work.split || work.cluster ? block_keys(dim) : kDecodeBoxKeys)))
+      return e;
+    if (work.split) {
+      const int columns = dim / work.split;
+      if (const int e = describe(args.v_slice, keys ? v : q, keys ? nk : nq, p, args.box_keys, columns)) return e;
+      if (!p.cu_seqlens_q && !p.key_padding_mask && args.row_tiles == 1) {
+        const Sequence all = {p.seqlen_q, p.seqlen_k, {0, p.seqlen_k}};
+        args.same = {row_limits(args.mask, all, 0), sequence_chunks(args.mask, all)};
+      }
+      args.split = work.split;
+      args.cluster = work.split * (work.cluster ? args.max_chunks : 1);
+      const int ctas = static_cast<int>(work.decode_items * work.split);
+      if (const cudaError_t e = instance.decode_split[bf16][work.split_way](args, ctas, stream)) return e;
+      return work.max_chunks > 1 && !work.cluster ? launch_combine(args, p.dtype, dim, work.row_tiles, sms, stream)
+                                                  : cudaSuccess;
+    }
     constexpr int kShared = 232448, kSharedOfTwo = 115712;
     const auto& shared = instance.decode_shared;
     const int block = block_keys(dim);
     const auto buffers = [&](int bytes, int keys) {
       return std::min((bytes - shared.fixed - keys / block * shared.step_block) / shared.buffer, 12);
     };
-    const bool two = work.decode_items > sms && buffers(kSharedOfTwo, 256) >= 3;
-    args.decode_step = (two ? 256 : 512) / block;
-    args.decode_buffers = two ? buffers(kSharedOfTwo, 256) : buffers(kShared, 512);
+    const bool two = work.decode_items > 4 * sms && buffers(kSharedOfTwo, 128) >= 3;
+    args.decode_step = (two ? 128 : 512) / block;
+    args.decode_buffers = two ? buffers(kSharedOfTwo, 128) : buffers(kShared, 512);
     const int64_t at_once = int64_t{sms} * (two ? 2 : 1);
     args.cluster = work.cluster ? args.max_chunks : 0;
     args.one_wave = work.decode_items <= at_once;

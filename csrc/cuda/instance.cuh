@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "decode_sm90.cuh"
+#include "decode_split_sm90.cuh"
 #include "fwd_sm90.cuh"
 
 namespace detattn {
@@ -43,7 +44,29 @@ cudaError_t launch_decode(const FwdArgs& args, int ctas, cudaStream_t stream) {
   const auto kernel = decode_kernel<Element, kHeadDim, kSoftcap>;
   constexpr uint32_t kMost = 232448;
   if (const cudaError_t e = raise_shared_limit(reinterpret_cast<const void*>(kernel), kMost, raised)) return e;
-  return launch_clusters(kernel, args.cluster, ctas, kDecodeThreads, decode_shared_bytes<kHeadDim>(args), stream, args);
+  return launch_clusters(kernel, args.cluster, dim3(ctas), kDecodeThreads, decode_shared_bytes<kHeadDim>(args), stream,
+                         args);
+}
+
+template <typename Element, int kHeadDim, int kSplit>
+cudaError_t launch_decode_split(const FwdArgs& args, int ctas, cudaStream_t stream) {
+  static std::atomic<bool> raised[kMaxDevices];
+  const auto kernel = decode_split_kernel<Element, kHeadDim, kSplit>;
+  constexpr uint32_t kBytes = SplitLayout<kHeadDim, kSplit>::kBytes;
+  if (const cudaError_t e = raise_shared_limit(reinterpret_cast<const void*>(kernel), kBytes, raised)) return e;
+  const dim3 grid =
+      args.cu_seqlens_q ? dim3(ctas) : dim3(kSplit * args.max_chunks, args.row_tiles * args.heads_kv, args.batch);
+  return launch_clusters(kernel, args.cluster, grid, kSplitThreads, kBytes, stream, args);
+}
+
+template <typename Element, int kHeadDim, int kWay>
+constexpr FwdLauncher decode_split() {
+  constexpr int kSplit = split_ways(kHeadDim).ways[kWay];
+  if constexpr (kSplit > 0) {
+    return launch_decode_split<Element, kHeadDim, kSplit>;
+  } else {
+    return nullptr;
+  }
 }
 
 template <int kHeadDim>
@@ -53,6 +76,9 @@ const Instance& instance() {
        {launch_fwd<__nv_bfloat16, kHeadDim, false>, launch_fwd<__nv_bfloat16, kHeadDim, true>}},
       {{launch_decode<__half, kHeadDim, false>, launch_decode<__half, kHeadDim, true>},
        {launch_decode<__nv_bfloat16, kHeadDim, false>, launch_decode<__nv_bfloat16, kHeadDim, true>}},
+      {{decode_split<__half, kHeadDim, 0>(), decode_split<__half, kHeadDim, 1>(), decode_split<__half, kHeadDim, 2>()},
+       {decode_split<__nv_bfloat16, kHeadDim, 0>(), decode_split<__nv_bfloat16, kHeadDim, 1>(),
+        decode_split<__nv_bfloat16, kHeadDim, 2>()}},
       {DecodeLayout<kHeadDim>::kKVBytes, DecodeLayout<kHeadDim>::kP, DecodeLayout<kHeadDim>::kBlockBytes}};
   return table;
 }

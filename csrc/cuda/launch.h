@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "../params.h"
+#include "limits.h"
 #include "tiles.h"
 
 namespace detattn {
@@ -24,6 +25,7 @@ struct TensorView {
 
 struct FwdArgs {
   TensorView q, k, v, out;
+  TensorView v_slice;  // of the columns of a CTA where CTAs share a chunk
 
   int32_t batch, heads_q, heads_kv, group, head_dim;
   int64_t seqlen_q, seqlen_k;
@@ -55,9 +57,15 @@ struct FwdArgs {
   int32_t row_tiles, max_chunks;
   int32_t decode_buffers, decode_step;  // of the ring; blocks of a step
   int32_t cluster;                      // CTAs of a cluster that hold all chunks of a row tile; 0: no clusters
-  int32_t one_wave;                     // all CTAs run at once
-  int64_t decode_most_rows;             // varlen: a sequence with more packed rows is prefilled
-  float *partial_out, *partial_ml;      // [item, 8, instance dim], [item, 8, 2 (reference, sum)]
+  int32_t split;                        // CTAs that share a chunk; 0: a CTA a chunk
+  // Dense without a padding mask and with one row tile a key head: the same for all sequences. No chunks: not so.
+  struct {
+    RowLimits limits;
+    ChunkRange chunks;
+  } same;
+  int32_t one_wave;                 // all CTAs run at once
+  int64_t decode_most_rows;         // varlen: a sequence with more packed rows is prefilled
+  float *partial_out, *partial_ml;  // [item, 8, instance dim], [item, 8, 2 (reference, sum)]
 
   int32_t sequences;  // varlen: batch + 1; the last one owns the rows past cu_seqlens_q[batch]
   // The varlen plan, in the order of `order`, longest keys first. Null: few sequences, decode alone, no plan.
@@ -73,6 +81,7 @@ using FwdLauncher = cudaError_t (*)(const FwdArgs& args, int ctas, cudaStream_t 
 struct Instance {
   FwdLauncher forward[2][2];  // [bf16][softcap]
   FwdLauncher decode[2][2];
+  FwdLauncher decode_split[2][3];  // [bf16][place in split_ways]
   struct {
     int buffer, fixed, step_block;  // bytes of shared memory: a buffer of the ring, the fixed part, a block of a step
   } decode_shared;
@@ -94,7 +103,7 @@ DETATTN_HD uint32_t section_size(uint32_t heads_kv, int64_t keys, int instance_d
 // Launches so that the kernel may start while the one before it ends; every kernel waits for that one's writes before
 // it reads or writes global memory.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_clusters(void (*kernel)(Parameters...), int cluster, int64_t ctas, int threads, size_t shared,
+cudaError_t launch_clusters(void (*kernel)(Parameters...), int cluster, dim3 grid, int threads, size_t shared,
                             cudaStream_t stream, const Arguments&... arguments) {
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -103,7 +112,7 @@ cudaError_t launch_clusters(void (*kernel)(Parameters...), int cluster, int64_t 
   attributes[1].val.clusterDim.x = cluster;
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(ctas));
+  config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared;
   config.stream = stream;
@@ -115,7 +124,7 @@ cudaError_t launch_clusters(void (*kernel)(Parameters...), int cluster, int64_t 
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_kernel(void (*kernel)(Parameters...), int64_t ctas, int threads, size_t shared, cudaStream_t stream,
                           const Arguments&... arguments) {
-  return launch_clusters(kernel, 1, ctas, threads, shared, stream, arguments...);
+  return launch_clusters(kernel, 1, dim3(static_cast<unsigned>(ctas)), threads, shared, stream, arguments...);
 }
 
 }  // namespace detattn

@@ -34,8 +34,10 @@ struct RingBarriers {
 
 // Named barriers. 0 is __syncthreads.
 enum NamedBarrier : int {
-  kOrder = 1,  // + group: the warpgroups take turns on the tensor cores
-  kGroup = 4,  // + group: the threads of one warpgroup
+  kOrder = 1,    // + group: the warpgroups take turns on the tensor cores
+  kGroup = 4,    // + group: the threads of one warpgroup
+  kSums = 7,     // decode: the sums of a chunk are ready
+  kFactors = 8,  // decode: the factors of its blocks are ready
 };
 
 }  // namespace detattn

@@ -13,8 +13,6 @@ struct SequenceView {
   int32_t holes;
 };
 
-DETATTN_DEV int64_t clamp64(int64_t x, int64_t lo, int64_t hi) { return x < lo ? lo : (x > hi ? hi : x); }
-
 // Lengths are clamped to the tensors, so that no content of the length tensors can lead outside them.
 DETATTN_DEV SequenceView view_sequence(const FwdArgs& p, int b) {
   SequenceView view = {};
@@ -47,62 +45,6 @@ DETATTN_DEV SequenceView view_sequence(const FwdArgs& p, int b) {
   return view;
 }
 
-// visible_keys of mask.h for the rows of one tile, in 32 bits and counted from the first valid key: row i of the tile
-// sees the relative keys [first(i), past(i)), none if that is empty. `past` may be negative.
-struct RowLimits {
-  int32_t low, high, end;
-  DETATTN_DEV int first(int i) const { return max(low + i, 0); }
-  DETATTN_DEV int past(int i) const { return min(high + i, end); }
-};
-DETATTN_DEV RowLimits row_limits(const Mask& mask, const Sequence& s, int row) {
-  constexpr int64_t kFar = (int64_t{1} << 31) - 1024;  // room for the rows of a tile
-  const int64_t aligned = row + s.keys - s.queries - s.valid.begin;
-  return {static_cast<int32_t>(mask.left < 0 ? -kFar : clamp64(aligned - mask.left, -kFar, kFar)),
-          static_cast<int32_t>(mask.right < 0 ? kFar : clamp64(aligned + mask.right + 1, -kFar, kFar)),
-          static_cast<int32_t>(s.valid.end > s.valid.begin ? s.valid.end - s.valid.begin : 0)};
-}
-
-// The chunk schedule of contract.h for 32-bit relative keys, unrolled so that the divisions have constant divisors.
-DETATTN_DEV int chunk_of(int key) {
-  constexpr ChunkSchedule chunks = kChunks;
-  int begin = 0, index = 0, result = 0;
-  bool found = false;
-#pragma unroll
-  for (int i = 0; i < kChunkSteps; ++i) {
-    const bool last = i == kChunkSteps - 1;
-    if (!found && (last || key < chunks.step[i].end)) {
-      result =
-          index + static_cast<int>(static_cast<unsigned>(key - begin) / static_cast<unsigned>(chunks.step[i].keys));
-      found = true;
-    }
-    if (!last) {
-      index += (static_cast<int>(chunks.step[i].end) - begin) / chunks.step[i].keys;
-      begin = static_cast<int>(chunks.step[i].end);
-    }
-  }
-  return result;
-}
-// First relative key of a chunk.
-DETATTN_DEV int chunk_start(int chunk) {
-  constexpr ChunkSchedule chunks = kChunks;
-  int begin = 0, index = 0, result = 0;
-  bool found = false;
-#pragma unroll
-  for (int i = 0; i < kChunkSteps; ++i) {
-    const bool last = i == kChunkSteps - 1;
-    const int count = last ? 0 : (static_cast<int>(chunks.step[i].end) - begin) / chunks.step[i].keys;
-    if (!found && (last || chunk < index + count)) {
-      result = begin + (chunk - index) * chunks.step[i].keys;
-      found = true;
-    }
-    if (!last) {
-      index += count;
-      begin = static_cast<int>(chunks.step[i].end);
-    }
-  }
-  return result;
-}
-
 // First relative key of the chunk after the one that holds `key`.
 DETATTN_DEV int chunk_end(int key) {
   constexpr ChunkSchedule chunks = kChunks;
@@ -114,18 +56,6 @@ DETATTN_DEV int chunk_end(int key) {
   }
   const int keys = chunks.step[kChunkSteps - 1].keys;
   return begin + ((key - begin) / keys + 1) * keys;
-}
-
-// The chunks that hold a key some query of the sequence sees; at least one, so that every row has a writer.
-struct ChunkRange {
-  int32_t first, count;
-};
-DETATTN_DEV ChunkRange sequence_chunks(const Mask& mask, const Sequence& s) {
-  const RowLimits limits = row_limits(mask, s, 0);
-  const int begin = limits.first(0), end = limits.past(static_cast<int>(s.queries) - 1);
-  if (end <= begin) return {0, 1};
-  const int first = chunk_of(begin);
-  return {first, chunk_of(end - 1) - first + 1};
 }
 
 // Does a sequence take the decode tiling?

@@ -93,6 +93,31 @@ DETATTN_DEV float2 load_remote2(uint32_t address) {
   return v;
 }
 
+// st.shared::cluster (9.7.9.12).
+DETATTN_DEV void store_remote(uint32_t address, float v) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+DETATTN_DEV void store_remote(uint32_t address, float2 v) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
+}
+
+// st.async (9.7.9.12): a store to a CTA of the cluster that counts its bytes on a barrier of that CTA.
+DETATTN_DEV void send(uint32_t address, uint32_t bar, float v) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address), "f"(v),
+               "r"(bar)
+               : "memory");
+}
+DETATTN_DEV void send(uint32_t address, uint32_t bar, float2 v) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(address),
+               "f"(v.x), "f"(v.y), "r"(bar)
+               : "memory");
+}
+DETATTN_DEV void send(uint32_t address, uint32_t bar, uint4 v) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(address),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(bar)
+               : "memory");
+}
+
 // prefetch.tensormap (9.7.9.15).
 DETATTN_DEV void tma_prefetch(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
@@ -176,6 +201,12 @@ DETATTN_DEV uint32_t pack<__half>(float lo, float hi) {
 DETATTN_DEV void ldmatrix_x4(uint32_t address, uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
+               : "r"(address)
+               : "memory");
+}
+DETATTN_DEV void ldmatrix_x4_trans(uint32_t address, uint32_t (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
                : "memory");
 }

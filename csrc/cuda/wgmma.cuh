@@ -101,6 +101,23 @@ DETATTN_MMA(192, 96, __half, "f16", 96, 97, 98, 99, 100, 101, 102)
 DETATTN_MMA(256, 128, __nv_bfloat16, "bf16", 128, 129, 130, 131, 132, 133, 134)
 DETATTN_MMA(256, 128, __half, "f16", 128, 129, 130, 131, 132, 133, 134)
 #undef DETATTN_MMA
+
+// mma (9.7.14.5.14), d[16 x 8] += A * B over k = 16: the step of a warp. The same chain of steps has the same bits as
+// wgmma's.
+template <typename Element>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+#define DETATTN_WARP_MMA(ELEMENT, TYPE)                                                                     \
+  template <>                                                                                               \
+  __device__ __forceinline__ void mma_m16n8k16<ELEMENT>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, \
+                                                        uint32_t b1) {                                      \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                     \
+                 ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                               \
+                 : DETATTN_ACC_4(d, 0)                                                                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                           \
+  }
+DETATTN_WARP_MMA(__nv_bfloat16, "bf16")
+DETATTN_WARP_MMA(__half, "f16")
+#undef DETATTN_WARP_MMA
 #undef DETATTN_R0
 #undef DETATTN_R1
 #undef DETATTN_R2
