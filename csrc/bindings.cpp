@@ -287,8 +287,12 @@ void launch_forward(const detattn::FwdParams& p, const Tensor& q, const char* op
   if (code) raise_cuda(p, device, code, op);
 }
 
-void launch_backward(const detattn::BwdParams&, const Tensor&, const char* op) {
-  STD_TORCH_CHECK(false, op, ": the CUDA library has no backward yet");
+void launch_backward(const detattn::BwdParams& p, const Tensor& q, const char* op) {
+  const int device = q.get_device_index(), sms = multiprocessors(device);
+  const size_t bytes = detattn::cuda_backward_workspace(p, sms);
+  Tensor workspace = allocate(q, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
+  const int code = detattn::cuda_backward(p, workspace.mutable_data_ptr(), current_stream(device), device, sms);
+  if (code) raise_cuda(p, device, code, op);
 }
 
 #endif

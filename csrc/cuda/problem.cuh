@@ -16,7 +16,7 @@ struct SequenceView {
 DETATTN_DEV int64_t clamp64(int64_t x, int64_t lo, int64_t hi) { return x < lo ? lo : (x > hi ? hi : x); }
 
 // Lengths are clamped to the tensors, so that no content of the length tensors can lead outside them.
-DETATTN_DEV SequenceView view_sequence(const FwdArgs& p, int b) {
+DETATTN_DEV SequenceView view_sequence(const ProblemArgs& p, int b) {
   SequenceView view = {};
   Sequence& s = view.sequence;
   if (p.cu_seqlens_q) {
