@@ -39,4 +39,8 @@ def provenance() -> dict[str, object]:
         facts["gpu"] = torch.cuda.get_device_name()
         facts["cuda"] = torch.version.cuda
         facts["cudnn"] = torch.backends.cudnn.version()
+        smi = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.max.sm", "--format=csv,noheader"]
+        facts["driver, clock now, highest"] = subprocess.run(
+            smi, capture_output=True, text=True, check=False
+        ).stdout.strip()
     return facts

@@ -77,35 +77,112 @@ def cpu_overhead() -> str:
     return table(("call", "detattn us", "SDPA us", "ratio"), rows)
 
 
+def _gpu_rows(kind: str) -> list[dict]:
+    rows: list[dict] = [r for r in _results("h200.json")["rows"] if r["kind"] == kind]
+    return rows
+
+
+def _by_mode(rows: list[dict]) -> list[dict[str, dict]]:
+    """Rows of one shape, rested beside unrested."""
+    shapes: dict[tuple, dict[str, dict]] = {}
+    for r in rows:
+        key = tuple(r[k] for k in ("batch", "queries", "keys", "mask", "head_dim", "heads", "dtype"))
+        shapes.setdefault(key, {})[r["mode"]] = r
+    return list(shapes.values())
+
+
+def _shape(r: dict) -> tuple[object, ...]:
+    length = r["queries"] if r["queries"] == r["keys"] else f"{r['queries']} x {r['keys']}"
+    return (
+        f"{r['mask']} {length}",
+        r["batch"],
+        r["head_dim"],
+        r["heads"],
+        {"bfloat16": "bf16", "float16": "fp16"}[r["dtype"]],
+    )
+
+
+SHAPE = ("shape", "batch", "head dim", "heads", "dtype")
+
+
+def _ratio(r: dict, peer: str) -> str:
+    if r.get(peer) is None:
+        return ""
+    return f"{r[peer] / r['detattn'] if r['unit'] == 'us' else r['detattn'] / r[peer]:.2f}"
+
+
 def gpu_prefill() -> str:
-    """Prefill rows as rested/unrested pairs beside cuDNN."""
-    rows: dict[str, dict[str, dict]] = {}
-    for r in _results("h200_forward.json")["rows"]:
-        if r["unit"] == "TFLOP/s" and "cudnn" in r and r["shape"].count(",") >= 6:
-            rows.setdefault(r["shape"], {})[r["mode"]] = r
-    table_rows = []
-    for shape, modes in rows.items():
-        mask, sq, sk, batch, dim, heads, kv, *kind = shape.split(",")
-        name = f"{'causal' if mask == 'c' else 'full'} {sq}" + ("" if sq == sk else f" x {sk}")
-        cells = []
+    """Prefill rows beside cuDNN, or flash where cuDNN has no such call."""
+    lines = []
+    for modes in _by_mode(_gpu_rows("prefill")):
+        cells: list[object] = []
         for mode in ("rested", "unrested"):
-            r = modes.get(mode)
-            cells += [r["ours"], r["cudnn"], f"{r['ours'] / r['cudnn']:.2f}"] if r else ["", "", ""]
-        table_rows.append((name, batch, dim, f"{heads}/{kv}", f"fp{kind[0][1:]}" if kind else "bf16", *cells))
-    head = ("shape", "batch", "head dim", "heads", "dtype", "rested", "cuDNN", "ratio", "unrested", "cuDNN", "ratio")
-    return table(head, table_rows)
+            r = modes[mode]
+            peer = "cudnn" if "cudnn" in r else "flash"
+            cells += [r["detattn"], f"{r[peer]}" + (" (flash)" if peer == "flash" else ""), _ratio(r, peer)]
+        lines.append((*_shape(modes["rested"]), *cells))
+    return table((*SHAPE, "rested", "cuDNN", "ratio", "unrested", "cuDNN", "ratio"), lines)
+
+
+def gpu_varlen() -> str:
+    lines = []
+    for r in _gpu_rows("varlen"):
+        lengths = r["lengths"]
+        name = f"{len(lengths)} x {lengths[0]}" if len(set(lengths)) == 1 else ", ".join(map(str, lengths))
+        lines.append((name, r["mask"], r["detattn"], r["dense_4x4096"], f"{r['ratio']:.2f}"))
+    return table(("lengths", "mask", "packed", "dense 4 x 4096", "ratio"), lines)
 
 
 def gpu_decode() -> str:
-    rows = []
-    for r in _results("h200_forward.json")["rows"]:
-        if r["unit"] == "us" and "cudnn" in r:
-            batch, length, dim, heads, kv, *page = r["shape"].split(",")
-            kind = f"pages of {page[0]}" if page else "dense"
-            rows.append(
-                (batch, length, dim, f"{heads}/{kv}", kind, r["ours"], r["cudnn"], f"{r['ours'] / r['cudnn']:.2f}")
-            )
-    return table(("batch", "context", "head dim", "heads", "cache", "detattn us", "cuDNN us", "ratio"), rows)
+    lines = []
+    for r in _gpu_rows("decode"):
+        kind = f"pages of {r['page_size']}" if r["page_size"] else "dense"
+        lines.append(
+            (r["batch"], r["keys"], r["head_dim"], r["heads"], kind, r["detattn"], r["cudnn"], _ratio(r, "cudnn"))
+        )
+    return table(("batch", "context", "head dim", "heads", "cache", "detattn us", "cuDNN us", "ratio"), lines)
+
+
+def gpu_backward() -> str:
+    lines = []
+    for modes in _by_mode(_gpu_rows("backward")):
+        cells: list[object] = []
+        for mode in ("rested", "unrested"):
+            r = modes[mode]
+            for peer in ("cudnn_deterministic", "cudnn"):
+                cells += [f"{r.get(peer, '')} ({_ratio(r, peer)})"]
+            cells.insert(-2, r["detattn"])
+        r = modes["rested"]
+        lines.append((*_shape(r), *cells, r["peak_mib"]))
+    peers = ("cuDNN deterministic (ratio)", "cuDNN (ratio)")
+    return table((*SHAPE, "rested", *peers, "unrested", *peers, "peak MiB"), lines)
+
+
+def gpu_overhead() -> str:
+    lines = [
+        ("with grad" if r["grad"] else "no grad", r["detattn"], r["sdpa"], f"{r['detattn'] / r['sdpa']:.2f}")
+        for r in _gpu_rows("overhead")
+    ]
+    return table(("forward call", "detattn us", "SDPA us", "ratio"), lines)
+
+
+def gpu_conditions() -> str:
+    document = _results("h200.json")
+    p = document["provenance"]
+    return (
+        f"{p['gpu']}, torch {p['torch']}, CUDA {p['cuda']}, contract version {p['contract_version']}, {p['date']}: "
+        f"{document['what']}."
+    )
+
+
+def chunk_schedules() -> str:
+    document = _results("h200_chunk_schedules.json")
+    lines = [
+        (name, *(" / ".join(map(str, values)) for values in by_shape.values()))
+        for name, by_shape in document["schedules"].items()
+    ]
+    heads = next(iter(document["schedules"].values()))
+    return table(("chunks", *heads), lines) + f"\n\n{document['what']}."
 
 
 def audit_checks() -> str:
@@ -115,7 +192,21 @@ def audit_checks() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (promises, constants, cpu_throughput, cpu_overhead, gpu_prefill, gpu_decode, audit_checks)
+    f.__name__: f
+    for f in (
+        promises,
+        constants,
+        cpu_throughput,
+        cpu_overhead,
+        gpu_prefill,
+        gpu_varlen,
+        gpu_decode,
+        gpu_backward,
+        gpu_overhead,
+        gpu_conditions,
+        chunk_schedules,
+        audit_checks,
+    )
 }
 
 

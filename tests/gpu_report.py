@@ -20,7 +20,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 REPORT = ROOT / "tests" / "gpu_report.json"
-SUITE = ("test_accuracy.py", "test_invariance.py", "test_op.py", "test_errors.py", "test_contract.py")
+SUITE = (
+    "test_accuracy.py",
+    "test_invariance.py",
+    "test_op.py",
+    "test_errors.py",
+    "test_contract.py",
+    "test_golden.py",
+    "test_serving.py",
+    "test_known_faults.py",
+    "test_known_gradient_faults.py",
+    "test_scale.py",
+)
 """The files whose tests follow ``--device``."""
 
 

@@ -96,6 +96,7 @@ def attention_varlen(
     window_right: int = -1,
     softcap: float = 0.0,
     return_lse: bool = False,
+    check_indices: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over packed sequences, or against a paged cache, with the bits of each sequence alone.
@@ -111,14 +112,17 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: bounds on the lengths, accepted for compatibility. They never matter; one below
             the longest sequence raises on the CPU, where looking costs nothing.
         sinks, causal, scale, window_left, window_right, softcap, return_lse, backend: as in ``attention``.
+        check_indices: on a GPU, look at what the index tensors hold before anything is launched and raise as on the
+            CPU; that waits for the GPU, so it is for finding a fault, not for serving. Without it the GPU reads a page
+            that does not exist as zeros, never as another page. Compiled code ignores it.
 
     Returns:
         ``out [Tq, Hq, D]``, and where asked ``lse [Hq, Tq]``. Differentiable once, except through a paged cache: its
         backward raises ``UnsupportedError``.
 
     Raises:
-        TypeError, ValueError: what came, what is supported, what to do. On the CPU the index tensors' contents are
-            checked too; on other devices that would be a synchronisation.
+        TypeError, ValueError: what came, what is supported, what to do. On the CPU, and with ``check_indices``, the
+            index tensors' contents are checked too.
         UnsupportedError: no backend serves the call; each one's reason.
 
     Example:
@@ -132,11 +136,13 @@ def attention_varlen(
     """
     if torch._C._is_any_autocast_enabled():
         q, k, v = _autocast(q, k, v)
-    if max_seqlen_q is not None or max_seqlen_k is not None:
+    if max_seqlen_q is not None or max_seqlen_k is not None or check_indices:
         seqs = Sequences(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
         checks.varlen(q, k, v, seqs, sinks)
         if not torch.compiler.is_compiling():
-            checks.bounds(q, k, seqs, max_seqlen_q, max_seqlen_k)
+            if check_indices:
+                checks.lengths(q, k, seqs, anywhere=True)
+            checks.bounds(q, k, seqs, max_seqlen_q, max_seqlen_k, anywhere=check_indices)
     out, lse = ops.call_attention_varlen(
         q,
         k,

@@ -243,13 +243,13 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, sinks: Tensor | Non
     return "paged" if paged else "varlen"
 
 
-def lengths(q: Tensor, k: Tensor, seqs: Sequences) -> None:
-    """Checks what the index tensors of a CPU call hold (on other devices a look would be a synchronisation).
+def lengths(q: Tensor, k: Tensor, seqs: Sequences, anywhere: bool = False) -> None:
+    """Checks what the index tensors of a CPU call hold, and ``anywhere`` else at the price of a synchronisation.
 
     Raises:
         ValueError: offsets that decrease or leave the tensor, lengths above their room, pages that do not exist.
     """
-    if q.device.type != "cpu":
+    if q.device.type != "cpu" and not anywhere:
         return
     cu_q = seqs.cu_seqlens_q.tolist()
     _offsets("cu_seqlens_q", cu_q, q.shape[0])
@@ -278,13 +278,15 @@ def lengths(q: Tensor, k: Tensor, seqs: Sequences) -> None:
                     )
 
 
-def bounds(q: Tensor, k: Tensor, seqs: Sequences, max_seqlen_q: object, max_seqlen_k: object) -> None:
-    """Checks ``max_seqlen_*`` of a CPU call against the lengths; nothing else ever reads them.
+def bounds(
+    q: Tensor, k: Tensor, seqs: Sequences, max_seqlen_q: object, max_seqlen_k: object, anywhere: bool = False
+) -> None:
+    """Checks ``max_seqlen_*`` against the lengths, where ``lengths`` looks too; nothing else ever reads them.
 
     Raises:
         ValueError: a bound below the longest sequence.
     """
-    if q.device.type != "cpu" or (max_seqlen_q is None and max_seqlen_k is None):
+    if (q.device.type != "cpu" and not anywhere) or (max_seqlen_q is None and max_seqlen_k is None):
         return
     longest_q = int(seqs.cu_seqlens_q.diff().max()) if seqs.cu_seqlens_q.shape[0] > 1 else 0
     if seqs.seqused_k is not None:
