@@ -48,14 +48,13 @@ Work plan_work(const BwdParams& p) {
   return w;
 }
 
-// Key heads that are worked on together: enough to fill the machine, no more than that when their q, dout and sums of
-// dq would not stay in L2.
-int64_t heads_per_section(const BwdParams& p, const Work& w, int columns, int sms) {
+// Key heads that are worked on together, longest blocks first. Blocks of one head walk side by side and share what they
+// read in L2, so about eight of each should run at once; more heads than that even out the end of a section.
+constexpr int kBlocksAtOnce = 8;
+int64_t heads_per_section(const BwdParams& p, const Work& w, int sms) {
   const int64_t heads = int64_t{p.batch} * p.heads_kv;
-  const int64_t bytes = w.tiles_per_head * (p.heads_q / p.heads_kv) * kBwdRows * columns * 8;
-  const int64_t fit = std::max(kSectionBytes / std::max<int64_t>(bytes, 1), ceil_div(sms, w.blocks_per_head));
-  const int64_t sections = ceil_div(heads, std::min(fit, heads));
-  return ceil_div(heads, sections);
+  const int64_t fit = std::max(ceil_div(sms, kBlocksAtOnce), ceil_div(sms, w.blocks_per_head));
+  return ceil_div(heads, ceil_div(heads, std::min(fit, heads)));
 }
 
 // Byte offsets of the parts of the workspace.
@@ -159,7 +158,7 @@ int cuda_backward(const BwdParams& p, void* workspace, void* stream_handle, int,
     args.tiles_per_head = static_cast<int32_t>(work.tiles_per_head);
     args.blocks_per_head = static_cast<int32_t>(work.blocks_per_head);
     if (keys) {
-      args.heads_per_section = static_cast<int32_t>(heads_per_section(p, work, bwd_columns(instance), sms));
+      args.heads_per_section = static_cast<int32_t>(heads_per_section(p, work, sms));
     }
   }
 

@@ -13,13 +13,14 @@ constexpr int bwd_instance_dim(int head_dim) { return instance_dim(head_dim) == 
 struct BwdTile {
   int keys;
   bool split_columns;
-  int stages;  // buffers of Q and of dO
+  int stages;      // buffers of Q and of dO
+  int dq_buffers;  // each with a thread that adds it to the sum: waiting for a turn and adding take longer than a tile
   int producer_registers, consumer_registers;
 };
 constexpr BwdTile bwd_tile(int instance) {
-  if (instance > 128) return {64, true, 1, 40, 232};     // 209 KB
-  if (instance == 128) return {128, false, 2, 24, 240};  // 194 KB; products in flight leave 8 registers over
-  return {128, false, 2, 40, 232};
+  if (instance > 128) return {64, true, 1, 1, 40, 232};     // 209 KB
+  if (instance == 128) return {128, false, 2, 2, 24, 240};  // 226 KB; products in flight leave 8 registers over
+  return {128, false, 2, 2, 40, 232};
 }
 constexpr int kBwdRows = 64, kBwdGroups = 2;
 constexpr int bwd_columns(int instance) { return (instance + 63) / 64 * 64; }

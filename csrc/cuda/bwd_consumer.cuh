@@ -13,6 +13,8 @@ struct BwdConsumer {
   using MmaScores = ptx::Mma<Element, kQueries>;
   using MmaOut = ptx::Mma<Element, kOutWidth>;
   using MmaDq = ptx::Mma<Element, L::kDqWidth>;
+  // Two sets, one a buffer of dS: a group may be a tile ahead of the other.
+  static constexpr int kPairs = kOrder + 1;       // + 2 * buffer + group: the group's part of dS is stored
   static constexpr bool kAhead = L::kStages > 1;  // the scores of the next tile are computed under this one's products
 
   const BwdArgs& p;
@@ -25,6 +27,7 @@ struct BwdConsumer {
   const int column0 = (kSplit ? kQueries * group : 0) + 2 * (lane & 3);  // its queries: column0 + 8n + {0, 1}
   const num::Scaling scaling{p.kappa, p.scale, p.cap};
   const RingBarriers<L::kStages> bars_q{base + L::kBarriersQ}, bars_do{base + L::kBarriersDo};
+  const RingBarriers<L::kTile.dq_buffers> bars_dq{base + L::kBarriersDq};
   Ring<L::kStages> ring;
 
   float dk[kOut], dv[kOut], s[kScores], dp[kScores], dq[kDq];
@@ -185,7 +188,8 @@ struct BwdConsumer {
 
   DETATTN_DEV void walk_tiles() {
     BwdWalk walk(p, x);
-    uint32_t dq_phase = 1, buffer = 0;
+    uint32_t buffer = 0;
+    Ring<L::kTile.dq_buffers> ring_dq;
     // No product is in flight where the loop closes: the compiler could not keep its registers apart there.
     if constexpr (kAhead) {
       bars_q.wait_full(ring);
@@ -212,13 +216,8 @@ struct BwdConsumer {
         probabilities<false>(tile);
       }
       const uint32_t ds_shared = L::kDs + buffer * L::kPairBytes;
-      if constexpr (!kSplit) {
-        issue_out(dv, pr, 0, L::kDo);
-        ptx::wgmma_wait<1>(dp);
-      } else {
-        store_pair(pr, L::kP);
-        ptx::wgmma_wait<0>(dp);
-      }
+      if constexpr (kSplit) store_pair(pr, L::kP);
+      ptx::wgmma_wait<0>(dp);
       if (masked) {
         gradients<true>();
       } else {
@@ -226,36 +225,41 @@ struct BwdConsumer {
       }
       store_pair(ds, ds_shared);
       ptx::fence_proxy_async();
-      sync_all();
-      if constexpr (kSplit) issue_out(dv, pr, L::kP, L::kDo);
+      // Where P and dS stay in registers, dv and dk need no other group; dq does, and waits for it under their
+      // products.
+      if constexpr (kSplit) {
+        sync_all();
+      } else {
+        ptx::bar_arrive(kPairs + 2 * buffer + group, 128 * kBwdGroups);
+      }
+      issue_out(dv, pr, L::kP, L::kDo);
       issue_out(dk, ds, ds_shared, L::kQ);
-      issue_dq(ds_shared);
-      ptx::wgmma_wait<2>(dv);
+      ptx::wgmma_wait<1>(dv);
       release(bars_do.empty(ring.stage()));
       const uint32_t empty_q = bars_q.empty(ring.stage());
       walk.advance();
       ring.advance();
-      buffer = buffer + 1 < L::kPairBuffers ? buffer + 1 : 0;
       if constexpr (kAhead) {
         // After the last tile whatever the buffer holds is multiplied, and nobody looks at it.
         if (walk.left > 0) bars_q.wait_full(ring);
         issue_scores(s, L::kK, L::kQ, ring);
-        ptx::wgmma_wait<1>(dq);
-      } else {
-        ptx::wgmma_wait<0>(dq);
       }
+      if constexpr (!kSplit) ptx::bar_sync(kPairs + 2 * buffer + 1 - group, 128 * kBwdGroups);
+      issue_dq(ds_shared);
+      buffer = buffer + 1 < L::kPairBuffers ? buffer + 1 : 0;
+      ptx::wgmma_wait<0>(dq);
       release(empty_q);
-      ptx::mbar_wait(base + L::kBarrierDqEmpty, dq_phase);
-      dq_phase ^= 1;
-      float4* const staged = reinterpret_cast<float4*>(shared + L::kDq) + group * (kDq / 4 * 128) + thread;
+      bars_dq.wait_empty(ring_dq);
+      float4* const staged =
+          reinterpret_cast<float4*>(shared + L::kDq + ring_dq.stage() * L::kDqBytes) + group * (kDq / 4 * 128) + thread;
 #pragma unroll
       for (int i = 0; i < kDq / 4; ++i) {
         staged[i * 128] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
       }
       ptx::fence_proxy_async();
       __syncwarp();
-      release(base + L::kBarrierDqFull);
-      if constexpr (kAhead) ptx::wgmma_wait<0>(s);
+      release(bars_dq.full(ring_dq.stage()));
+      ring_dq.advance();
     } while (walk.left > 0);
     ptx::wgmma_wait<0>(dk);
     ptx::wgmma_wait<0>(dv);

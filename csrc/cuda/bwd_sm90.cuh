@@ -26,9 +26,10 @@ struct BwdLayout {
   static constexpr uint32_t kK = 0, kV = kK + kKBytes, kQ = kV + kKBytes, kDo = kQ + kStages * kQBytes;
   static constexpr uint32_t kDs = kDo + kStages * kQBytes, kP = kDs + kPairBuffers * kPairBytes;
   static constexpr uint32_t kDq = kP + (kTile.split_columns ? kPairBytes : 0);
-  static constexpr uint32_t kRecords = kDq + kDqBytes, kBarrierKV = kRecords + kStages * kRecordBytes;
-  static constexpr uint32_t kBarrierDqFull = kBarrierKV + 8, kBarrierDqEmpty = kBarrierDqFull + 8;
-  static constexpr uint32_t kBarriersQ = kBarrierDqEmpty + 8;
+  static constexpr uint32_t kRecords = kDq + kTile.dq_buffers * kDqBytes,
+                            kBarrierKV = kRecords + kStages * kRecordBytes;
+  static constexpr uint32_t kBarriersDq = kBarrierKV + 8;
+  static constexpr uint32_t kBarriersQ = kBarriersDq + RingBarriers<kTile.dq_buffers>::kBytes;
   static constexpr uint32_t kBarriersDo = kBarriersQ + RingBarriers<kStages>::kBytes;
   static constexpr uint32_t kJob = kBarriersDo + RingBarriers<kStages>::kBytes;
   static constexpr uint32_t kBytes = kJob + sizeof(BwdJob);
@@ -75,13 +76,16 @@ DETATTN_DEV void bwd_load(const BwdArgs& p, const BwdJob& x, uint32_t base) {
   }
 }
 
-// One thread adds the block's part of dq, tile after tile, when all smaller blocks have added theirs. Those have
-// smaller tickets, so they are running or done, and none of them waits for us.
+// Adds the block's part of dq, tile after tile, when all smaller blocks have added theirs. Those have smaller tickets,
+// so they are running or done, and none of them waits for us. One thread a buffer; they take tiles in rotation.
 template <int kHeadDim>
-DETATTN_DEV void bwd_add_dq(const BwdArgs& p, const BwdJob& x, uint32_t base) {
+DETATTN_DEV void bwd_add_dq(const BwdArgs& p, const BwdJob& x, uint32_t base, uint32_t buffer) {
   using L = BwdLayout<kHeadDim>;
-  uint32_t phase = 0;
-  for (BwdWalk walk(p, x); walk.left > 0; walk.advance(), phase ^= 1) {
+  const RingBarriers<L::kTile.dq_buffers> bars{base + L::kBarriersDq};
+  const uint32_t dq = base + L::kDq + buffer * L::kDqBytes;
+  Ring<L::kTile.dq_buffers> ring;
+  for (BwdWalk walk(p, x); walk.left > 0; walk.advance(), ring.advance()) {
+    if (ring.stage() != buffer) continue;
     const int64_t number = walk.number(p, x);
     uint32_t* const turn = p.turns + number;
     float* const sum = p.dq_sums + number * (kBwdRows * L::kColumns);
@@ -89,15 +93,15 @@ DETATTN_DEV void bwd_add_dq(const BwdArgs& p, const BwdJob& x, uint32_t base) {
     while (ptx::load_acquire(turn) != mine) {
     }
     ptx::fence_proxy_async_all();
-    ptx::mbar_wait(base + L::kBarrierDqFull, phase);
+    bars.wait_full(ring);
     if (mine == 0) {
-      ptx::bulk_store(sum, base + L::kDq, L::kDqBytes);
+      ptx::bulk_store(sum, dq, L::kDqBytes);
     } else {
-      ptx::bulk_add_in_turn(sum, base + L::kDq, L::kDqBytes);
+      ptx::bulk_add_in_turn(sum, dq, L::kDqBytes);
     }
     ptx::tma_store_commit();
     ptx::tma_store_wait_read();
-    ptx::mbar_arrive(base + L::kBarrierDqEmpty);
+    ptx::mbar_arrive(bars.empty(buffer));
     // The whole copy, not only its reads, must be done before the next block may add.
     ptx::tma_store_wait_all();
     ptx::fence_proxy_async_all();
@@ -114,13 +118,17 @@ __global__ void __launch_bounds__(BwdLayout<kHeadDim>::kThreads, 1) bwd_kernel(c
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t base = ptx::shared_address(shared);
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+  const RingBarriers<L::kTile.dq_buffers> bars_dq{base + L::kBarriersDq};
   BwdJob& job = *reinterpret_cast<BwdJob*>(shared + L::kJob);
   ptx::wait_for_previous_kernel();
   ptx::allow_next_kernel();
   if (threadIdx.x == 0) {
     ptx::mbar_init(base + L::kBarrierKV, 1);
-    ptx::mbar_init(base + L::kBarrierDqFull, 4 * kBwdGroups);
-    ptx::mbar_init(base + L::kBarrierDqEmpty, 1);
+    // Here the consumers fill and one thread empties.
+    for (int i = 0; i < L::kTile.dq_buffers; ++i) {
+      ptx::mbar_init(bars_dq.full(i), 4 * kBwdGroups);
+      ptx::mbar_init(bars_dq.empty(i), 1);
+    }
     RingBarriers<L::kStages>{base + L::kBarriersQ}.init(4 * kBwdGroups);
     RingBarriers<L::kStages>{base + L::kBarriersDo}.init(4 * kBwdGroups);
     ptx::fence_mbar_init();
@@ -135,7 +143,8 @@ __global__ void __launch_bounds__(BwdLayout<kHeadDim>::kThreads, 1) bwd_kernel(c
   if (warpgroup == 0) {
     ptx::registers_lower<L::kTile.producer_registers>();
     if (threadIdx.x == 0) bwd_load<kHeadDim>(p, job, base);
-    if (threadIdx.x == 32) bwd_add_dq<kHeadDim>(p, job, base);
+    const int adder = static_cast<int>(threadIdx.x) / 32 - 1;
+    if (adder >= 0 && adder < L::kTile.dq_buffers && threadIdx.x % 32 == 0) bwd_add_dq<kHeadDim>(p, job, base, adder);
   } else {
     ptx::registers_raise<L::kTile.consumer_registers>();
     BwdConsumer<Element, kHeadDim, kSoftcap> consumer{p, job, shared, warpgroup - 1};
