@@ -165,6 +165,8 @@ void fill(detattn::Problem& p, const Inputs& in, bool causal, double scale, int6
   p.num_pages = paged ? in.k.size(0) : 0;
   p.page_size = paged ? static_cast<int32_t>(in.k.size(1)) : 0;
   if (dense) {
+    STD_TORCH_CHECK(!paged && !in.cu_seqlens_k && !in.seqused_k, op,
+                    ": a dense call has no block_table and no lengths");
     STD_TORCH_CHECK(in.q.size(0) == in.k.size(0), op, ": q and k must have the same batch size");
     p.batch = static_cast<int32_t>(in.q.size(0));
     p.seqlen_q = in.q.size(2);
@@ -287,8 +289,12 @@ void launch_forward(const detattn::FwdParams& p, const Tensor& q, const char* op
   if (code) raise_cuda(p, device, code, op);
 }
 
-void launch_backward(const detattn::BwdParams&, const Tensor&, const char* op) {
-  STD_TORCH_CHECK(false, op, ": the CUDA library has no backward yet");
+void launch_backward(const detattn::BwdParams& p, const Tensor& q, const char* op) {
+  const int device = q.get_device_index(), sms = multiprocessors(device);
+  const size_t bytes = detattn::cuda_backward_workspace(p, sms);
+  Tensor workspace = allocate(q, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
+  const int code = detattn::cuda_backward(p, workspace.mutable_data_ptr(), current_stream(device), device, sms);
+  if (code) raise_cuda(p, device, code, op);
 }
 
 #endif

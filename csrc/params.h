@@ -64,8 +64,10 @@ void cpu_backward(const BwdParams& p, ParallelFor parallel_for, int threads, voi
 // CUDA (sm_90a). Scratch bytes the call wants (0: none), linear in the sizes of the tensors; uninitialised memory will
 // do.
 size_t cuda_forward_workspace(const FwdParams& p, int sms);
+size_t cuda_backward_workspace(const BwdParams& p, int sms);
 // 0, or a code for cuda_error_text. Launches on `stream` of the current device; never synchronises, never allocates.
 int cuda_forward(const FwdParams& p, void* workspace, void* stream, int device, int sms);
+int cuda_backward(const BwdParams& p, void* workspace, void* stream, int device, int sms);
 const char* cuda_error_text(int code);
 
 }  // namespace detattn

@@ -39,7 +39,8 @@ BANS = {
         r"atomicAdd\s*\(\s*\(?\s*(float|double|__half|__nv_bfloat)|red(\.\w+)*\.add\.(f|bf)",
         set(),
     ),
-    "reductions into memory": (CSRC, r"cp\.reduce|\.reduce\.async|red\.global", set()),
+    "reductions into memory": (CSRC, r"cp\.reduce|\.reduce\.async|red\.global", {"ptx.cuh"}),
+    "additions whose order nobody proves": (CSRC, r"bulk_add_in_turn", {"ptx.cuh", "bwd_sm90.cuh"}),
     "fast-math": ([*CSRC, ROOT / "setup.py"], r"fast.?math|Ofast|--use_fast", set()),
     "process exits in kernels": (CSRC, r"\b(exit|abort|printf)\s*\(", set()),
     "the environment on the numeric path": (
@@ -65,6 +66,7 @@ PLANTS = {
     "asm outside the instruction wrappers": 'asm volatile("nop;");',
     "floating-point atomics": "atomicAdd((float*)p, x);",
     "reductions into memory": "cp.reduce.async.bulk",
+    "additions whose order nobody proves": "ptx::bulk_add_in_turn(sum, dq, bytes);",
     "fast-math": "-ffast-math",
     "process exits in kernels": "exit(1);",
     "the environment on the numeric path": "os.environ['X']",

@@ -1,27 +1,11 @@
 // Launchers of one head dim.
 #pragma once
 
-#include <atomic>
-
 #include "decode_sm90.cuh"
 #include "decode_split_sm90.cuh"
 #include "fwd_sm90.cuh"
 
 namespace detattn {
-
-constexpr int kMaxDevices = 64;
-
-// The shared-memory limit of a kernel is raised once a device.
-inline cudaError_t raise_shared_limit(const void* kernel, uint32_t bytes, std::atomic<bool> (&done)[kMaxDevices]) {
-  int device = 0;
-  if (const cudaError_t e = cudaGetDevice(&device)) return e;
-  const bool known = device < kMaxDevices;
-  if (known && done[device].load(std::memory_order_relaxed)) return cudaSuccess;
-  const cudaError_t e =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-  if (e == cudaSuccess && known) done[device].store(true, std::memory_order_relaxed);
-  return e;
-}
 
 template <typename Element, int kHeadDim, bool kSoftcap>
 cudaError_t launch_fwd(const FwdArgs& args, int ctas, cudaStream_t stream) {

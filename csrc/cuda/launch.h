@@ -4,6 +4,8 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
+
 #include "../params.h"
 #include "limits.h"
 #include "tiles.h"
@@ -23,10 +25,8 @@ struct TensorView {
   int32_t head_step, batch_step;
 };
 
-struct FwdArgs {
-  TensorView q, k, v, out;
-  TensorView v_slice;  // of the columns of a CTA where CTAs share a chunk
-
+// What every kernel knows of the call.
+struct ProblemArgs {
   int32_t batch, heads_q, heads_kv, group, head_dim;
   int64_t seqlen_q, seqlen_k;
   Mask mask;
@@ -37,14 +37,20 @@ struct FwdArgs {
 
   float kappa, scale, cap;  // num::Scaling
 
+  // Workspace.
+  const KeySpan* spans;      // [batch]; null: every key is valid
+  const uint32_t* key_bits;  // [batch, key_words], bit k of word w: relative key 32w + k is valid
+  int64_t key_words;
+};
+
+struct FwdArgs : ProblemArgs {
+  TensorView q, k, v, out;
+  TensorView v_slice;  // of the columns of a CTA where CTAs share a chunk
   MutableRows out_rows, lse;
   Rows q_rows;
   int32_t out_map_ok;  // 0: `out` cannot be described by a tensor map
 
   // Workspace.
-  const KeySpan* spans;      // [batch]; null: every key is valid
-  const uint32_t* key_bits;  // [batch, key_words], bit k of word w: relative key 32w + k is valid
-  int64_t key_words;
   uint32_t* ticket;  // next tile of the prefill; null: there are no more tiles than CTAs
   float4* totals;    // [CTA, total float4 of a thread that are not in shared memory, threads]
 
@@ -125,6 +131,20 @@ template <typename... Parameters, typename... Arguments>
 cudaError_t launch_kernel(void (*kernel)(Parameters...), int64_t ctas, int threads, size_t shared, cudaStream_t stream,
                           const Arguments&... arguments) {
   return launch_clusters(kernel, 1, dim3(static_cast<unsigned>(ctas)), threads, shared, stream, arguments...);
+}
+
+constexpr int kMaxDevices = 64;
+
+// The shared-memory limit of a kernel is raised once a device.
+inline cudaError_t raise_shared_limit(const void* kernel, uint32_t bytes, std::atomic<bool> (&done)[kMaxDevices]) {
+  int device = 0;
+  if (const cudaError_t e = cudaGetDevice(&device)) return e;
+  const bool known = device < kMaxDevices;
+  if (known && done[device].load(std::memory_order_relaxed)) return cudaSuccess;
+  const cudaError_t e =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  if (e == cudaSuccess && known) done[device].store(true, std::memory_order_relaxed);
+  return e;
 }
 
 }  // namespace detattn

@@ -1,6 +1,6 @@
 // Small kernels that prepare a call: padding masks, the varlen plan, copies of tensors the copy engine cannot address.
+#include "bwd_places.cuh"
 #include "prepare.h"
-#include "problem.cuh"
 
 namespace detattn {
 namespace {
@@ -83,17 +83,13 @@ DETATTN_DEV T exclusive_scan(T x, T* warp_sums, T& total) {
   return before + inclusive - x;
 }
 
-__global__ void __launch_bounds__(kPlanThreads) plan_varlen(const __grid_constant__ FwdArgs p, PlanArrays plan) {
-  int32_t* const order = plan.order;
-  ptx::wait_for_previous_kernel();
-  ptx::allow_next_kernel();
+// order: the sequences, those with the most keys first. All threads of the CTA call it.
+DETATTN_DEV void sort_by_keys(const ProblemArgs& p, int sequences, int32_t* order) {
   __shared__ int bucket[kBuckets];
-  __shared__ int64_t warp_sums[kPlanThreads / 32];
   const int t = threadIdx.x;
   if (t < kBuckets) bucket[t] = 0;
-  if (t == 0) *plan.ticket = 0;
   __syncthreads();
-  for (int b = t; b < p.sequences; b += kPlanThreads) {
+  for (int b = t; b < sequences; b += kPlanThreads) {
     atomicAdd(&bucket[length_bucket(view_sequence(p, b).sequence.keys)], 1);
   }
   __syncthreads();
@@ -106,10 +102,20 @@ __global__ void __launch_bounds__(kPlanThreads) plan_varlen(const __grid_constan
     }
   }
   __syncthreads();
-  for (int b = t; b < p.sequences; b += kPlanThreads) {
+  for (int b = t; b < sequences; b += kPlanThreads) {
     order[atomicAdd(&bucket[length_bucket(view_sequence(p, b).sequence.keys)], 1)] = b;
   }
   __syncthreads();
+}
+
+__global__ void __launch_bounds__(kPlanThreads) plan_varlen(const __grid_constant__ FwdArgs p, PlanArrays plan) {
+  int32_t* const order = plan.order;
+  ptx::wait_for_previous_kernel();
+  ptx::allow_next_kernel();
+  __shared__ int64_t warp_sums[kPlanThreads / 32];
+  const int t = threadIdx.x;
+  if (t == 0) *plan.ticket = 0;
+  sort_by_keys(p, p.sequences, order);
   int64_t before[3] = {};
   int64_t* const begins[3] = {plan.tile_begin, plan.decode_begin, plan.decode_rows_begin};
   for (int first = 0; first < p.sequences; first += kPlanThreads) {
@@ -137,6 +143,37 @@ __global__ void __launch_bounds__(kPlanThreads) plan_varlen(const __grid_constan
   }
 }
 
+// The same for the backward: tiles of queries in the order of the sequences, blocks of keys longest sequence first.
+__global__ void __launch_bounds__(kPlanThreads)
+    plan_backward(const __grid_constant__ BwdArgs p, BwdPlan plan, int keys) {
+  ptx::wait_for_previous_kernel();
+  ptx::allow_next_kernel();
+  __shared__ int64_t warp_sums[kPlanThreads / 32];
+  sort_by_keys(p, p.batch, plan.order);
+  int64_t tiles_before = 0, jobs_before = 0;
+  for (int first = 0; first < p.batch; first += kPlanThreads) {
+    const int i = first + threadIdx.x;
+    int64_t tiles = 0, jobs = 0, total;
+    if (i < p.batch) {
+      tiles = int64_t{query_tiles(p.mask, view_sequence(p, i).sequence).tiles} * p.heads_q;
+      const Sequence s = view_sequence(p, plan.order[i]).sequence;
+      jobs = (s.keys + keys - 1) / keys * p.heads_kv;
+    }
+    const int64_t tile = tiles_before + exclusive_scan(tiles, warp_sums, total);
+    tiles_before += total;
+    const int64_t job = jobs_before + exclusive_scan(jobs, warp_sums, total);
+    jobs_before += total;
+    if (i < p.batch) {
+      plan.tile_begin[i] = tile;
+      plan.job_begin[i] = job;
+    }
+  }
+  if (threadIdx.x == 0) {
+    plan.tile_begin[p.batch] = tiles_before;
+    plan.job_begin[p.batch] = jobs_before;
+  }
+}
+
 // dst: dense rows of `columns` (a multiple of 8) elements in the order of (batch, head, row).
 __global__ void __launch_bounds__(kThreads)
     copy_rows(const uint16_t* src, int64_t batch, int64_t head, int64_t row, int64_t heads, int64_t rows, int64_t total,
@@ -152,13 +189,17 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t launch_scan_mask(const FwdParams& p, KeySpan* spans, uint32_t* bits, int64_t words, cudaStream_t stream) {
+cudaError_t launch_scan_mask(const Problem& p, KeySpan* spans, uint32_t* bits, int64_t words, cudaStream_t stream) {
   return launch_kernel(scan_mask, p.batch, kThreads, 0, stream, p.key_padding_mask, p.mask_batch, p.mask_key,
                        static_cast<int>(p.seqlen_k), spans, bits, words);
 }
 
 cudaError_t launch_plan(const FwdArgs& args, const PlanArrays& plan, cudaStream_t stream) {
   return launch_kernel(plan_varlen, 1, kPlanThreads, 0, stream, args, plan);
+}
+
+cudaError_t launch_bwd_plan(const BwdArgs& args, const BwdPlan& plan, int keys, cudaStream_t stream) {
+  return launch_kernel(plan_backward, 1, kPlanThreads, 0, stream, args, plan, keys);
 }
 
 cudaError_t launch_copy_rows(const Rows& src, int64_t batches, int64_t heads, int64_t rows, int columns, void* dst,

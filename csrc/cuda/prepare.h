@@ -5,7 +5,7 @@
 
 namespace detattn {
 
-cudaError_t launch_scan_mask(const FwdParams& p, KeySpan* spans, uint32_t* bits, int64_t words, cudaStream_t stream);
+cudaError_t launch_scan_mask(const Problem& p, KeySpan* spans, uint32_t* bits, int64_t words, cudaStream_t stream);
 // The varlen plan; every array has room for p.sequences + 1 entries.
 struct PlanArrays {
   int32_t* order;

@@ -14,7 +14,7 @@ struct SequenceView {
 };
 
 // Lengths are clamped to the tensors, so that no content of the length tensors can lead outside them.
-DETATTN_DEV SequenceView view_sequence(const FwdArgs& p, int b) {
+DETATTN_DEV SequenceView view_sequence(const ProblemArgs& p, int b) {
   SequenceView view = {};
   Sequence& s = view.sequence;
   if (p.cu_seqlens_q) {

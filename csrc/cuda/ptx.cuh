@@ -155,6 +155,38 @@ DETATTN_DEV void tma_store(const CUtensorMap* map, uint32_t src, int c0, int c1,
                : "memory");
 }
 
+// cp.async.bulk (9.7.9.25.3) of consecutive bytes, both addresses and the size multiples of 16.
+DETATTN_DEV void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+               "l"(src), "r"(bytes), "r"(bar)
+               : "memory");
+}
+DETATTN_DEV void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes)
+               : "memory");
+}
+
+// cp.reduce.async.bulk (9.7.9.25.5), fp32 adds. Only for memory whose writers follow each other in a fixed order (an
+// add is complete and visible before the next writer starts): the sum is then a chain, not a race.
+DETATTN_DEV void bulk_add_in_turn(float* dst, uint32_t src, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst), "r"(src),
+               "r"(bytes)
+               : "memory");
+}
+
+// fence.proxy.async (9.7.13.4) for all state spaces: orders this thread's bulk copies with its ordinary accesses.
+DETATTN_DEV void fence_proxy_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// ld.acquire, st.release (9.7.9.8, 9.7.9.12) at the scope of the device.
+DETATTN_DEV uint32_t load_acquire(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+DETATTN_DEV void store_release(uint32_t* p, uint32_t v) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
 // cp.async.bulk.commit_group, cp.async.bulk.wait_group (9.7.9.25.4).
 DETATTN_DEV void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 DETATTN_DEV void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

@@ -30,6 +30,7 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 #define DETATTN_R6 "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define DETATTN_R7 "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define DETATTN_REGS_4 "%0,%1,%2,%3"
+#define DETATTN_REGS_16 DETATTN_R0
 #define DETATTN_REGS_32 DETATTN_R0 "," DETATTN_R1
 #define DETATTN_REGS_48 DETATTN_R0 "," DETATTN_R1 "," DETATTN_R2
 #define DETATTN_REGS_64 DETATTN_R0 "," DETATTN_R1 "," DETATTN_R2 "," DETATTN_R3
@@ -53,6 +54,7 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
     asm volatile("wgmma.wait_group.sync.aligned %" #REGS ";" : DETATTN_ACC_##REGS(d, 0) : "n"(kPending) : "memory"); \
   }
 DETATTN_WAIT(4)
+DETATTN_WAIT(16)
 DETATTN_WAIT(32)
 DETATTN_WAIT(48)
 DETATTN_WAIT(64)
@@ -90,6 +92,8 @@ struct Mma;
   };
 DETATTN_MMA(8, 4, __nv_bfloat16, "bf16", 4, 5, 6, 7, 8, 9, 10)
 DETATTN_MMA(8, 4, __half, "f16", 4, 5, 6, 7, 8, 9, 10)
+DETATTN_MMA(32, 16, __nv_bfloat16, "bf16", 16, 17, 18, 19, 20, 21, 22)
+DETATTN_MMA(32, 16, __half, "f16", 16, 17, 18, 19, 20, 21, 22)
 DETATTN_MMA(64, 32, __nv_bfloat16, "bf16", 32, 33, 34, 35, 36, 37, 38)
 DETATTN_MMA(64, 32, __half, "f16", 32, 33, 34, 35, 36, 37, 38)
 DETATTN_MMA(96, 48, __nv_bfloat16, "bf16", 48, 49, 50, 51, 52, 53, 54)

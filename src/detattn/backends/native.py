@@ -95,8 +95,6 @@ class CudaBackend(NativeBackend):
             return f"needs compute capability 9.0 (Hopper), this device has {spec.arch}"
         if spec.head_dim % 8:
             return f"serves head dims that are multiples of 8, not {spec.head_dim}"
-        if spec.backward:
-            return "has no backward kernels yet"
         return None
 
 
