@@ -113,7 +113,7 @@ def split(splits: Callable[[Tensor, Tensor], int]) -> Target:
     def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         group, pieces = q.shape[1] // k.shape[1], []
         place = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
-        for key in torch.arange(k.shape[2]).tensor_split(splits(q, k)):
+        for key in torch.arange(k.shape[2]).tensor_split(min(splits(q, k), k.shape[2])):
             kd, vd = (t[:, :, key].double().repeat_interleave(group, 1) for t in (k, v))
             s = (q.double() @ kd.mT).float() * scale
             s = s.masked_fill(key > place, -math.inf) if causal else s
@@ -143,7 +143,7 @@ SPLITS: dict[str, Callable[[Tensor, Tensor], int]] = {
 @pytest.mark.parametrize("id", SPLITS)
 def test_splits_of_the_keys_are_found_in_bf16(id: str) -> None:
     assert found(id, split(SPLITS[id]), torch.bfloat16, long=900)
-    assert audit(split(lambda q, k: 2), checks=[id], long=300, backward=False)[id].status != "violated"
+    assert not found(id, split(lambda q, k: 1), torch.bfloat16, long=300)
 
 
 def test_without_detection_there_is_no_power(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,9 +128,8 @@ class Family:
         )
         if self.cancelling and keys > 2:
             pairs = (keys - 1) // 2
-            one, other, rest = (
-                torch.randperm(keys, generator=generator).to(self.device).split([pairs, pairs, keys - 2 * pairs])
-            )
+            order = torch.randperm(keys, generator=generator).to(self.device)
+            one, other, rest = order[:pairs], order[pairs : 2 * pairs], order[2 * pairs :]
             k[:, other], v[:, other] = k[:, one], -v[:, one]
             v[:, rest] *= 2.0**-6
         return Sequence(
