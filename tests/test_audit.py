@@ -332,7 +332,7 @@ def test_the_first_coordinate_and_both_values() -> None:
 
 def test_lengths_stand_beside_every_edge() -> None:
     lengths = edges(128, 2177)
-    assert {1, 127, 128, 129, 511, 512, 513, 2047, 2048, 2049, 2177} <= set(lengths)
+    assert {1, 127, 128, 129, 1023, 1024, 1025, 2047, 2048, 2049, 2177} <= set(lengths)
     assert max(lengths) == 2177
 
 
