@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from detattn.audit.bits import bytes_of, compare, ulp_distance
 from detattn.audit.cases import edges
 from detattn.audit.checks import CHECKS, Check, Pair
 from detattn.audit.cli import main
-from detattn.audit.engine import run_check
+from detattn.audit.engine import compare_all, run_check
 from detattn.audit.execution import threads
 from detattn.audit.faulty import FAULTS, control
 from detattn.audit.probe import Probed, probe
@@ -88,6 +88,62 @@ def test_a_planted_fault_breaks_its_promise(id: str) -> None:
     assert moved.max_ulp
     assert moved.first_case
     assert moved.expected != moved.got
+
+
+QUIET = {"lse": "returns out alone"}
+
+
+def found(id: str, target: Target, dtype: torch.dtype, long: int) -> bool:
+    """Whether the check sees a difference in ``out``; stops at the first."""
+    runner = Runner(target, CPU, dtype, False, long=long)
+    return bool(compare_all(CHECKS[id], runner, until={"out"})[1]["out"].differing)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("id", IDS)
+def test_a_fault_in_fp32_accumulators_is_found_after_rounding(id: str, dtype: torch.dtype) -> None:
+    """Out alone, no lse: what most kernels show of a sum that was cut elsewhere."""
+    target = control(id, like=None if id == "lse-request" else Target("", plain, lacks=QUIET))
+    assert found(id, target, dtype, long=900)
+
+
+def split(splits: Callable[[Tensor, Tensor], int]) -> Target:
+    """Attention whose keys are cut into so many splits of fp32 partial sums. Nothing else depends on the call."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        group, pieces = q.shape[1] // k.shape[1], []
+        place = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
+        for key in torch.arange(k.shape[2]).tensor_split(min(splits(q, k), k.shape[2])):
+            kd, vd = (t[:, :, key].double().repeat_interleave(group, 1) for t in (k, v))
+            s = (q.double() @ kd.mT).float() * scale
+            s = s.masked_fill(key > place, -math.inf) if causal else s
+            m = s.amax(-1, keepdim=True).clamp(min=-1e30)
+            p = (s - m).double().exp().float()
+            pieces.append((m, p.double().sum(-1, keepdim=True).float(), (p.double() @ vd).float()))
+        top = torch.stack([m for m, _, _ in pieces]).amax(0)
+        total, out = torch.zeros_like(top), torch.zeros(q.shape)
+        for m, l, o in pieces:
+            keep = (m - top).double().exp().float()
+            total, out = total + l * keep, out + o * keep
+        return (out / total).to(q.dtype)
+
+    return Target.of(attention, lacks={"compile": "compiled, its arithmetic is another"})
+
+
+SPLITS: dict[str, Callable[[Tensor, Tensor], int]] = {
+    "batch-size": lambda q, k: 2 if q.shape[0] > 2 else 1,
+    "chunked-prefill": lambda q, k: 2 if q.shape[2] < 512 else 1,
+    "decode": lambda q, k: 2 if q.shape[2] <= 4 else 1,
+    "layout": lambda q, k: 1 if q.is_contiguous() else 2,
+    "heads": lambda q, k: min(2, k.shape[1]),
+    "execution": lambda q, k: 1 if torch.get_num_threads() == 1 else 2,
+}
+
+
+@pytest.mark.parametrize("id", SPLITS)
+def test_splits_of_the_keys_are_found_in_bf16(id: str) -> None:
+    assert found(id, split(SPLITS[id]), torch.bfloat16, long=900)
+    assert not found(id, split(lambda q, k: 1), torch.bfloat16, long=300)
 
 
 def test_without_detection_there_is_no_power(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +332,7 @@ def test_the_first_coordinate_and_both_values() -> None:
 
 def test_lengths_stand_beside_every_edge() -> None:
     lengths = edges(128, 2177)
-    assert {1, 127, 128, 129, 511, 512, 513, 2047, 2048, 2049, 2177} <= set(lengths)
+    assert {1, 127, 128, 129, 1023, 1024, 1025, 2047, 2048, 2049, 2177} <= set(lengths)
     assert max(lengths) == 2177
 
 

@@ -90,7 +90,12 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Family:
-    """Sequences that may share a call: one number of heads, one head dim, one stream of random numbers."""
+    """Sequences that may share a call: one number of heads, one head dim, one stream of random numbers.
+
+    In a ``cancelling`` one keys come in pairs, scattered over the sequence, of one key and opposite values, and what is
+    left over has small values. A row that sees them all sums large numbers to a small one, so that a difference in the
+    last bits of an fp32 accumulator survives the rounding of ``out`` to bf16 or fp16.
+    """
 
     heads: int
     kv_heads: int
@@ -99,13 +104,17 @@ class Family:
     seed: int
     device: torch.device
     dtype: torch.dtype
+    cancelling: bool = False
 
     def __str__(self) -> str:
         sinks = ", sinks" if self.with_sinks else ""
         return f"heads {self.heads}/{self.kv_heads}, dim {self.head_dim}{sinks}"
 
     def sequence(self, queries: int, keys: int | None = None, number: int = 0, loudness: float = 1.0) -> Sequence:
-        """Sequence ``number`` of that length: unit normal data, the same for the same arguments on every device."""
+        """Sequence ``number`` of that length: unit normal data, the same for the same arguments on every device.
+
+        In a cancelling family the values of up to two keys are small, and those of the others cancel.
+        """
         keys = queries if keys is None else keys
         generator = torch.Generator().manual_seed(hash((self.seed, self.head_dim, queries, keys, number)) % 2**63)
 
@@ -113,14 +122,28 @@ class Family:
             return (torch.randn(shape, generator=generator) * loudness).to(self.device, dtype)
 
         accumulator = torch.float64 if self.dtype is torch.float64 else torch.float32
+        q, k, v = (
+            normal(heads, length, self.head_dim)
+            for heads, length in ((self.heads, queries), (self.kv_heads, keys), (self.kv_heads, keys))
+        )
+        if self.cancelling and keys > 2:
+            pairs = (keys - 1) // 2
+            order = torch.randperm(keys, generator=generator).to(self.device)
+            one, other, rest = order[:pairs], order[pairs : 2 * pairs], order[2 * pairs :]
+            k[:, other], v[:, other] = k[:, one], -v[:, one]
+            v[:, rest] *= 2.0**-6
         return Sequence(
-            normal(self.heads, queries, self.head_dim),
-            normal(self.kv_heads, keys, self.head_dim),
-            normal(self.kv_heads, keys, self.head_dim),
+            q,
+            k,
+            v,
             normal(self.heads, queries, self.head_dim),
             normal(self.heads, queries, dtype=accumulator),
             self.sinks(),
         )
+
+    def wide(self) -> Family:
+        """The same with four times the heads, for calls of few queries: more rows show what few elements show."""
+        return replace(self, heads=4 * self.heads, kv_heads=4 * self.kv_heads)
 
     def sinks(self) -> Tensor | None:
         """The family's sinks ``[Hq]``; None where it has none."""
@@ -137,8 +160,8 @@ class Family:
 def families(grouped: bool, sinks: bool, seed: int, device: torch.device, dtype: torch.dtype) -> tuple[Family, ...]:
     """As many key heads as query heads at head dim 128, and grouped heads at 64, each with its own seed."""
     return (
-        Family(2, 2, 128, sinks, seed, device, dtype),
-        Family(4, 2 if grouped else 4, 64, False, seed + 100, device, dtype),
+        Family(2, 2, 128, sinks, seed, device, dtype, cancelling=True),
+        Family(4, 2 if grouped else 4, 64, False, seed + 100, device, dtype, cancelling=True),
     )
 
 

@@ -100,6 +100,7 @@ def _batch_size(r: Runner) -> Iterator[Pair]:
         seqs = family.sequences(2, r.long)
         yield Pair(f"batch of 2, {r.long} tokens ({family})", r.alone(seqs[0]), r.dense(seqs)[0])
         # One query sees every key, so it needs no causal alignment.
+        family = family.wide()
         seqs = family.sequences(3, 1, r.long)
         alone = r.alone(seqs[0], grad=False, causal=False)
         for n in (2, 5, 16, 17, 33):
@@ -114,7 +115,7 @@ def _batch_position(r: Runner) -> Iterator[Pair]:
         for seqs, grad, causal in (
             (family.sequences(4, 300), True, True),
             (family.sequences(2, r.long), True, True),
-            (family.sequences(5, 1, r.long), False, False),
+            (family.wide().sequences(5, 1, r.long), False, False),
         ):
             first = r.dense(seqs, grad=grad, causal=causal)
             for turn in range(1, len(seqs)):
@@ -129,10 +130,11 @@ def _neighbours(r: Runner) -> Iterator[Pair]:
     for family in r.families():
         for queries, keys in ((300, 300), (1, r.long), (r.long, r.long)):
             grad = causal = queries > 1
-            ours, one, two = family.sequences(3, queries, keys)
+            wide = family if causal else family.wide()
+            ours, one, two = wide.sequences(3, queries, keys)
             nan = replace(one, q=one.q * math.nan, k=one.k * math.nan, v=one.v * math.nan)
             others = {
-                "loud": [family.sequence(queries, keys, 3, loudness=30.0)] * 2,
+                "loud": [wide.sequence(queries, keys, 3, loudness=30.0)] * 2,
                 "other data": [two, one],
                 "NaN": [nan, two],
             }
@@ -182,12 +184,13 @@ def _decode(r: Runner) -> Iterator[Pair]:
             got = r.alone(seq.cut(begin, end), grad=False)
             what = f"queries {begin}..{end} alone, against the prefill of {r.long}"
             yield Pair(f"{what} ({family})", rows_of(whole, begin, end), got)
-        far = family.sequence(40, VERY_LONG)
-        many = r.alone(far, grad=False)
-        for begin, end in ((39, 40), (7, 8), (38, 40), (23, 40)):
-            got = r.alone(far.cut(begin, end), grad=False)
-            what = f"queries {begin}..{end} alone, against 40 on {VERY_LONG} keys"
-            yield Pair(f"{what} ({family})", rows_of(many, begin, end), got)
+        for keys in (130, 300, 513, 1025, r.long, VERY_LONG):
+            far = family.wide().sequence(40, keys)
+            many = r.alone(far, grad=False)
+            for begin, end in ((39, 40), (7, 8), (38, 40), (23, 40)):
+                got = r.alone(far.cut(begin, end), grad=False)
+                what = f"queries {begin}..{end} alone, against 40 on {keys} keys"
+                yield Pair(f"{what} ({family.wide()})", rows_of(many, begin, end), got)
 
 
 def _padding(r: Runner, side: str) -> Iterator[Pair]:
@@ -199,7 +202,7 @@ def _padding(r: Runner, side: str) -> Iterator[Pair]:
 
     for family in r.families():
         batch = [family.sequence(n) for n in (700, 513, 1)]
-        one, long = family.sequence(1, r.long), family.sequence(r.long)
+        one, long = family.wide().sequence(1, r.long), family.sequence(r.long)
         yield from pairs([family.sequence(300)], 340, "large")
         yield from pairs(batch, 701, "large")
         # Left padding under a causal mask alone leaves gradients: otherwise padded queries see real keys first.
@@ -244,6 +247,7 @@ def _packed(r: Runner) -> Iterator[Pair]:
 @check("paged", "a contiguous cache, and pages of several sizes in several orders", needs=("paged", "bottom-right"))
 def _paged(r: Runner) -> Iterator[Pair]:
     for family in r.families():
+        family = family.wide()
         shapes = ((17, 1025), (1, r.long), (129, 700), (1, 16), (300, 300))
         seqs = [family.sequence(queries, keys) for queries, keys in shapes]
         alone = [r.alone(s, grad=False) for s in seqs]
@@ -294,6 +298,7 @@ def _bounds(r: Runner) -> Iterator[Pair]:
                 for seq, want, got in zip(seqs, exact, r.packed(seqs, bound=bound), strict=True):
                     yield Pair(f"{seq}, max_seqlen {bound} ({family})", want, got)
         if r.target.offers("paged"):
+            family = family.wide()
             seqs, size = [family.sequence(1, n) for n in (513, r.long, 1)], r.target.page_sizes[-1]
             for seq, want, got in zip(seqs, r.paged(seqs, size), r.paged(seqs, size, bound=2**20), strict=True):
                 yield Pair(f"{seq}, paged, max_seqlen {2**20} ({family})", want, got)
@@ -303,7 +308,7 @@ def _shapes(r: Runner) -> Iterator[tuple[Family, Sequence, bool]]:
     """Every family with a prompt, one query against a cache, a long prompt; and whether causal matters to it."""
     for family in r.families():
         yield family, family.sequence(513), True
-        yield family, family.sequence(1, r.long), False
+        yield family.wide(), family.wide().sequence(1, r.long), False
         yield family, family.sequence(r.long), True
 
 
@@ -325,8 +330,8 @@ def _mask_neutral(r: Runner) -> Iterator[Pair]:
 def _execution(r: Runner) -> Iterator[Pair]:
     for family in r.families():
         for queries, keys in ((300, 300), (1, r.long), (r.long, r.long)):
-            seq = family.sequence(queries, keys)
             grad = causal = queries > 1
+            seq = (family if causal else family.wide()).sequence(queries, keys)
             expected = r.alone(seq, grad=grad, causal=causal)
             for name, got in execution.ways(r, seq, grad=grad, causal=causal):
                 yield Pair(f"{name}, {seq} ({family})", expected, got)

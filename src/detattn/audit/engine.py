@@ -67,7 +67,7 @@ class _Tally:
         )
 
 
-def _compare_all(check: Check, runner: Runner, until: Iterable[str] | None = None) -> tuple[int, dict[str, _Tally]]:
+def compare_all(check: Check, runner: Runner, until: Iterable[str] | None = None) -> tuple[int, dict[str, _Tally]]:
     """Runs the check's cases; with ``until``, stops once each of those tensors has differed."""
     tallies: dict[str, _Tally] = {}
     cases = 0
@@ -108,7 +108,7 @@ def run_check(check: Check, runner: Runner, probed: Probed) -> CheckResult:
     gradients = check.gradients and runner.backward
     mine = replace(runner, backward=gradients)
     try:
-        cases, tallies = _compare_all(check, mine)
+        cases, tallies = compare_all(check, mine)
     except Exception as error:
         return result("error", f"the target raised {in_words(error)}")
     notes = []
@@ -125,7 +125,7 @@ def run_check(check: Check, runner: Runner, probed: Probed) -> CheckResult:
         return result("violated", note, cases=cases, tensors=evidence)
     planted = control(check.id, like=target, with_lse="lse" in tallies)
     try:
-        _, moved = _compare_all(check, replace(mine, target=planted), until=tallies)
+        _, moved = compare_all(check, replace(mine, target=planted), until=tallies)
     except Exception as error:
         return result("error", f"the control raised {in_words(error)}")
     found = tuple(name for name in _ORDER if name in moved and moved[name].differing)

@@ -1,9 +1,9 @@
 """The controls: an attention that keeps every promise, and its faulty twins, each of which breaks one.
 
 Inside a block of keys the arithmetic is exact: operands lie on a fixed grid and sums are taken in fp64, where no order
-of addition rounds. Between blocks the partial sums are rounded to the inputs' dtype. So the bits depend on where the
-blocks are cut, and on nothing else. ``FAULTS`` holds, a promise a line, how a fault lets the cut depend on what must
-not matter.
+of addition rounds. Between blocks the partial sums are rounded to fp32, as real kernels hold them: a fault is no louder
+than a real one, and in bf16 or fp16 few elements of ``out`` show it. So the bits depend on where the blocks are cut,
+and on nothing else. ``FAULTS`` holds, a promise a line, how a fault lets the cut depend on what must not matter.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class _Faulty:
                 masked=key_padding_mask is not None or window_left >= 0 or window_right >= 0,
                 wants_lse=return_lse,
                 elsewhere=elsewhere,
-                loud=_loud(k) if self.fault is FAULTS["neighbours"].cut else False,
+                loud=_loud(k),
             )
             windows = (window_left, 0 if causal else window_right)
             call_ = _Call(spans[b], windows, scale or q.shape[-1] ** -0.5, self.fault(around))
@@ -221,7 +221,7 @@ class _Faulty:
                 masked=False,
                 wants_lse=return_lse,
                 elsewhere=elsewhere,
-                loud=False,
+                loud=_loud(k),
             )
             call_ = _Call((0, keys[b]), (-1, 0 if causal else -1), scale or q.shape[-1] ** -0.5, self.fault(around))
             parts = (t.transpose(0, 1) for t in (qb, ks[b], vs[b]))
@@ -257,7 +257,6 @@ class _Sequence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Any:
-        held = torch.float32 if q.dtype is torch.float64 else q.dtype
         group = q.shape[0] // k.shape[0]
         qg = _grid(q)
         top = qg.new_full((*q.shape[:2], 1), -torch.inf)
@@ -272,8 +271,8 @@ class _Sequence(torch.autograd.Function):
             keep = _grid(torch.exp(old - reference), 22)
             p = _grid(torch.exp(s - reference), 22)
             part = p @ _grid(v[:, a:b]).repeat_interleave(group, 0)
-            total[:, rows:] = _hold(total[:, rows:] * keep + p.sum(-1, keepdim=True), held)
-            out[:, rows:] = _hold(out[:, rows:] * keep + part, held)
+            total[:, rows:] = _hold(total[:, rows:] * keep + p.sum(-1, keepdim=True))
+            out[:, rows:] = _hold(out[:, rows:] * keep + part)
             top[:, rows:] = new
         if sinks is not None:
             sink = sinks.double()[:, None, None]
@@ -294,7 +293,6 @@ class _Sequence(torch.autograd.Function):
         call: _Call = ctx.call
         dout = torch.zeros_like(out) if grads[0] is None else grads[0]
         dlse = torch.zeros_like(lse) if grads[1] is None else grads[1]
-        held = torch.float32 if q.dtype is torch.float64 else q.dtype
         group = q.shape[0] // k.shape[0]
         qg, dg = _grid(q), _grid(dout)
         delta = (dg * _grid(out)).sum(-1, keepdim=True) - dlse.double()[..., None]
@@ -308,14 +306,14 @@ class _Sequence(torch.autograd.Function):
             p = _grid(torch.exp(_scores(qg, k, a, b, rows, group, call) - shift[:, rows:]))
             dp = dg[:, rows:] @ _grid(v[:, a:b]).repeat_interleave(group, 0).mT
             ds = _grid(p * (dp - delta[:, rows:]))
-            dq[:, rows:] = _hold(dq[:, rows:] + ds @ _grid(k[:, a:b]).repeat_interleave(group, 0), held)
+            dq[:, rows:] = _hold(dq[:, rows:] + ds @ _grid(k[:, a:b]).repeat_interleave(group, 0))
             for u, w in _cuts(aligned, q.shape[1], call.cut):
                 u = max(u, rows)
                 if u >= w:
                     continue
                 part = slice(u - rows, w - rows)
-                dk[:, a:b] = _hold(dk[:, a:b] + _grouped(ds[:, part].mT @ qg[:, u:w], group), held)
-                dv[:, a:b] = _hold(dv[:, a:b] + _grouped(p[:, part].mT @ dg[:, u:w], group), held)
+                dk[:, a:b] = _hold(dk[:, a:b] + _grouped(ds[:, part].mT @ qg[:, u:w], group))
+                dv[:, a:b] = _hold(dv[:, a:b] + _grouped(p[:, part].mT @ dg[:, u:w], group))
         dsinks = None
         if sinks is not None:
             p = _grid(torch.exp(sinks.double()[:, None, None] - shift))
@@ -328,9 +326,9 @@ def _apply(*arguments: Any) -> tuple[Tensor, Tensor]:
     return result
 
 
-def _hold(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _hold(x: Tensor) -> Tensor:
     """A partial sum as it is kept from block to block."""
-    return x.to(dtype).double()
+    return x.float().double()
 
 
 def _grouped(x: Tensor, group: int) -> Tensor:
