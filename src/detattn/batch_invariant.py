@@ -1,9 +1,9 @@
 """Makes the linear layers of a model row-invariant as well, so that a whole model can be compared bit by bit.
 
-Inside ``with linear_rows():`` every ``F.linear`` (``nn.Linear`` calls it) runs one row at a time: each row is a matrix
-product of one and the same shape, whoever shares the batch. It is a tool for proofs and tests, not for serving: the cost
-is one call a row. Reductions along the last dimension (norms, softmax) are PyTorch's own; no difference between rows
-was seen in them on CPUs, none is promised.
+Inside ``with linear_rows():`` every ``F.linear`` (``nn.Linear`` calls it) and every product with a matrix runs one row
+at a time: each row is a product of one and the same shape, whoever shares the batch. It is a tool for proofs and tests,
+not for serving: the cost is one call a row. Reductions along the last dimension (norms, softmax) are PyTorch's own; no
+difference between rows was seen in them on CPUs, none is promised.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["linear_rows"]
+
+_PRODUCTS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.__matmul__)
 
 
 def _by_row(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -43,4 +45,8 @@ class linear_rows(TorchFunctionMode):  # noqa: N801
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return (_by_row if func is F.linear else func)(*args, **(kwargs or {}))
+        if func is F.linear:
+            return _by_row(*args, **(kwargs or {}))
+        if func in _PRODUCTS and not kwargs and args[0].dim() > 1 and args[1].dim() == 2:
+            return _by_row(args[0], args[1].t())
+        return func(*args, **(kwargs or {}))

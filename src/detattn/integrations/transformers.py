@@ -29,7 +29,8 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface
 except ImportError as error:
     raise ImportError(
-        "detattn.integrations.transformers needs HuggingFace transformers 5.17 or later: pip install 'transformers>=5.17'"
+        "detattn.integrations.transformers needs HuggingFace transformers 5.17 or later: "
+        "pip install 'transformers>=5.17'"
     ) from error
 
 __all__ = ["NAME", "register"]
@@ -85,8 +86,22 @@ class _Pattern:
         elif name != "bidirectional_mask_function":
             raise _refuse(
                 f"the mask pattern {name!r} (chunked, blockwise or custom)",
-                "Causal, bidirectional, sliding-window, padded and packed masks are; use 'eager' or 'sdpa' for this model.",
+                "Causal, bidirectional, sliding-window, padded and packed masks are; else use 'eager' or 'sdpa'.",
             )
+
+
+def _traced_starts(
+    function: Callable[..., Any], batch: int, length: int, config: Any, device: torch.device | str
+) -> Tensor:
+    """Where sequences start in a packed mask function. Compiled code cannot look into a closure, so it is asked whether
+    each token sees the one before, and whether none sees the one after."""
+    if function.__name__ == "or_mask" or getattr(config, "attention_chunk_size", None) is not None:
+        raise _refuse("a chunked or blockwise mask pattern", "Use 'eager' or 'sdpa' for this model.")
+    rows = torch.arange(batch, device=device)[:, None]
+    head, later = torch.zeros_like(rows), torch.arange(1, length, device=device)[None]
+    ahead = function(rows, head, later - 1, later)
+    torch._assert_async(~ahead.any(), "detattn: a blockwise mask pattern is not supported; use 'eager' or 'sdpa'")
+    return torch.nn.functional.pad(~function(rows, head, later, later - 1).expand(batch, -1), (1, 0), value=True)
 
 
 def _offsets(starts: Tensor) -> Tensor:
@@ -117,7 +132,7 @@ def attention_plan(
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    **_: Any,
+    **more: Any,
 ) -> Tensor | None:
     """The mask function: a plan, or None for plain causal attention of the last rows."""
     if use_vmap:
@@ -125,17 +140,31 @@ def attention_plan(
             "a custom mask function (or_mask_function, and_mask_function)", "Use 'eager' or 'sdpa' for this call."
         )
     assert mask_function is not None
-    pattern = _Pattern(mask_function)
-    traits = 1 + _WINDOW * pattern.window + _BIDIRECTIONAL * (not pattern.causal)
-    if pattern.segments is not None:
-        offsets = _offsets(_starts(pattern.segments, 0))
+    starts: Tensor | None = None
+    if torch.compiler.is_compiling():
+        causal, window = "allow_is_bidirectional_skip" not in more, "local_size" in more
+        if (
+            causal
+            and attention_mask is None
+            and isinstance(q_offset, int)
+            and q_offset == 0
+            and q_length == kv_length > 1
+        ):
+            starts = _traced_starts(mask_function, batch_size, q_length, more.get("config"), device)
+    else:
+        pattern = _Pattern(mask_function)
+        causal, window = pattern.causal, pattern.window
+        starts = None if pattern.segments is None else _starts(pattern.segments, 0)
+    traits = 1 + _WINDOW * window + _BIDIRECTIONAL * (not causal)
+    if starts is not None:
+        offsets = _offsets(starts)
         return offsets.expand(1, traits, _PACKED, offsets.shape[0])
     used = q_offset - kv_offset + q_length
-    at_end = not pattern.causal or (not isinstance(used, Tensor) and used == kv_length)
+    at_end = not causal or (not isinstance(used, Tensor) and used == kv_length)
     if attention_mask is None and at_end and traits == 1:
         return None
-    if isinstance(used, int) or not pattern.causal:
-        count = torch.full((1, 1), kv_length if not pattern.causal else int(used), dtype=torch.int32, device=device)
+    if isinstance(used, int) or not causal:
+        count = torch.full((1, 1), kv_length if not causal else int(used), dtype=torch.int32, device=device)
     else:
         count = used.to(torch.int32).reshape(1, 1)
     if attention_mask is None and at_end:
@@ -203,7 +232,7 @@ def attention_forward(
     if plan is not None and (plan.dtype is not torch.int32 or plan.dim() != 4):
         raise _refuse(
             f"an attention mask {tuple(plan.shape)} of {plan.dtype}",
-            "Pass a 2-D padding mask [batch, keys], or packed sequences by position_ids or cu_seq_lens_q and cu_seq_lens_k.",
+            "Pass a 2-D padding mask [batch, keys], or packed sequences by position_ids or cu_seq_lens_q/k.",
         )
     traits = 0 if plan is None else plan.shape[1] - 1
     if plan is not None:
