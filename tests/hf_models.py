@@ -32,11 +32,16 @@ DECODERS = {
 }
 
 
-def decoder(kind: str, implementation: str = "detattn", dtype: torch.dtype = torch.float32, seed: int = 0):
+def decoder(
+    kind: str, implementation: str = "detattn", dtype: torch.dtype = torch.float32, seed: int = 0, by_row=False
+):
     """A causal language model with large enough weights that attention is not uniform."""
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[kind](**{**_TEXT, **DECODERS[kind]})
-    config._experts_implementation = "eager"  # one expert at a time; grouped products depend on who shares the batch
+    if by_row:
+        config._experts_implementation = (
+            "eager"  # one expert at a time; grouped products depend on who shares the batch
+        )
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=dtype)
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -55,7 +55,7 @@ def test_forward_is_eager_within_rounding(kind: str) -> None:
 
 @KINDS
 def test_row_bits_are_those_of_the_sequence_alone(kind: str) -> None:
-    model = decoder(kind)
+    model = decoder(kind, by_row=True)
     with linear_rows():
         alone = [model(tokens(1, n, seed=b)).logits[0] for b, n in enumerate(LENGTHS)]
         for side in ("left", "right"):
@@ -71,7 +71,7 @@ def test_row_bits_are_those_of_the_sequence_alone(kind: str) -> None:
 @KINDS
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_cached_bits_are_those_of_one_forward(kind: str, cache: str) -> None:
-    model, n = decoder(kind), 17
+    model, n = decoder(kind, by_row=True), 17
     ids = tokens(2, n)
     with linear_rows():
         want = model(ids, use_cache=False).logits
@@ -91,20 +91,21 @@ def test_cached_bits_are_those_of_one_forward(kind: str, cache: str) -> None:
 
 @KINDS
 def test_later_tokens_and_other_documents_move_nothing(kind: str) -> None:
-    model = decoder(kind)
+    model = decoder(kind, by_row=True)
     ids, positions = tokens(1, 20), torch.cat([torch.arange(8), torch.arange(12)])[None]
     other = ids.clone()
     other[:, 15] = 3 + (other[:, 15] + 1) % 90
-    a, b = model(ids).logits, model(other).logits
-    assert same_bits(a[:, :15], b[:, :15])
-    assert not same_bits(a[:, 15:], b[:, 15:])
-    a, b = (model(x, position_ids=positions, use_cache=False).logits for x in (ids, other))
-    assert same_bits(a[:, :8], b[:, :8])
-    other = ids.clone()
-    other[:, 3] = 3 + (other[:, 3] + 1) % 90
-    b = model(other, position_ids=positions, use_cache=False).logits
-    assert same_bits(a[:, 8:], b[:, 8:])
-    assert not same_bits(a[:, :8], b[:, :8])
+    with linear_rows():
+        a, b = model(ids).logits, model(other).logits
+        assert same_bits(a[:, :15], b[:, :15])
+        assert not same_bits(a[:, 15:], b[:, 15:])
+        a, b = (model(x, position_ids=positions, use_cache=False).logits for x in (ids, other))
+        assert same_bits(a[:, :8], b[:, :8])
+        other = ids.clone()
+        other[:, 3] = 3 + (other[:, 3] + 1) % 90
+        b = model(other, position_ids=positions, use_cache=False).logits
+        assert same_bits(a[:, 8:], b[:, 8:])
+        assert not same_bits(a[:, :8], b[:, :8])
 
 
 def test_cu_seq_lens_are_packed_sequences() -> None:
