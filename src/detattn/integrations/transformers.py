@@ -196,10 +196,10 @@ def _packed_positions(position_ids: Tensor, batch: int) -> Tensor | None:
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, options: dict[str, Any]) -> Tensor:
-    rows = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
-    out = attention_varlen(*rows, cu_q.to(torch.int32), cu_k.to(torch.int32), **options)
+    rq, rk, rv = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    out = attention_varlen(rq, rk, rv, cu_q.to(torch.int32), cu_k.to(torch.int32), **options)
     assert isinstance(out, Tensor)
-    return out.unflatten(0, (q.shape[0], q.shape[2]))
+    return out.reshape(q.shape[0], q.shape[2], *out.shape[1:])
 
 
 def attention_forward(
@@ -264,9 +264,9 @@ def attention_forward(
     unmasked = plan is None or plan.shape[3] == 1
     if unmasked and causal and positions is not None and positions.dim() == 2 and length == keys > 1:
         # A model that shows its positions to the attention function but not to the mask (gpt-oss).
-        offsets = _packed_positions(positions, query.shape[0])
-        if offsets is not None:
-            return _varlen(query, key, value, offsets, offsets, options), None
+        restarts = _packed_positions(positions, query.shape[0])
+        if restarts is not None:
+            return _varlen(query, key, value, restarts, restarts, options), None
     if plan is None or unmasked:
         return _dense(query, key, value, options), None
 
