@@ -40,6 +40,12 @@ def main() -> None:
             used = ints(min(1300, 30 * size), 30, 0)
             detattn.attention_varlen(q[:3], cache, cache, ints(0, 1, 2, 3), block_table=table, seqused_k=used)
             detattn.attention_varlen(q, cache, cache, ints(0, 100, 101, 200), block_table=table, seqused_k=used)
+        leaves = [t.requires_grad_() for t in dense(head_dim, 2, 200, 333)]
+        out, lse = detattn.attention(*leaves, return_lse=True)
+        torch.autograd.grad([out, lse], leaves, [torch.randn_like(out), torch.randn_like(lse)])
+        packed = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = detattn.attention_varlen(*packed, ints(0, 1, 70, 200), ints(0, 1300, 1350, 1400), window_left=100)
+        torch.autograd.grad(out, packed, torch.ones((), device="cuda").bfloat16().expand_as(out))
     torch.cuda.synchronize()
     print("all cases ran")
 

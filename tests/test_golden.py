@@ -176,7 +176,7 @@ packed out:afffe500c2be lse:191f178ade82 dq:141a56dd86e7 dk:a60449218f87 dv:18bb
     @unittest.skipUnless(HOPPER, "needs a Hopper GPU")
     def test_cuda_sm90_bfloat16(self) -> None:
         self.assertExpectedInline(
-            results("cuda", "cuda", torch.bfloat16, False, 1300),
+            results("cuda", "cuda", torch.bfloat16, True, 1300),
             """\
 contract 2
 causal 64 out:ecd1f77c3266 lse:b20a04251c7e
@@ -193,7 +193,7 @@ packed out:bec1d3db10b3 lse:4ed9386e0203
     @unittest.skipUnless(HOPPER, "needs a Hopper GPU")
     def test_cuda_sm90_float16(self) -> None:
         self.assertExpectedInline(
-            results("cuda", "cuda", torch.float16, False, 1300),
+            results("cuda", "cuda", torch.float16, True, 1300),
             """\
 contract 2
 causal 64 out:283640066b24 lse:9c7ce0c2cd98

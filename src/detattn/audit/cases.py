@@ -12,10 +12,10 @@ from torch import Tensor
 from .. import contract
 
 LONG = 2177
-"""More than 2k keys, one past a block edge, past the fourth chunk edge of the contract."""
+"""More than 2k keys, one past a block edge, past the second chunk edge of the contract."""
 
 VERY_LONG = 8192 + 1024 + 130
-"""Past the key at which the contract's chunks grow; used with a few queries only."""
+"""Past the ninth chunk edge of the contract; used with a few queries only."""
 
 QUERY_TILES = (31, 32, 33, 767, 768, 769)
 """Query counts around which PyTorch's CPU attention changes its tile."""
