@@ -153,18 +153,18 @@ def main_gpu(args: argparse.Namespace) -> int:
         return 1
     name = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "_")
     output = args.output or RESULTS / f"{name}.json"
-    kinds = args.kinds.split(",")
-    rows = list(gpu.rows(kinds, args.rounds))
-    before = json.loads(output.read_text())["rows"] if output.exists() else []
-    document = {
-        "what": f"medians of {args.rounds} interleaved rounds; rested: 20 ms bursts after 60 ms rests, unrested: 40 ms "
-        "bursts back to back; decode: microseconds a call in a CUDA graph of ten; backward counts 2.5x the forward's "
-        "FLOPs; overhead: best of 15",
-        "provenance": provenance(),
-        "rows": [r for r in before if r["kind"] not in kinds] + rows,
-    }
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(document, indent=1) + "\n")
+    rows = json.loads(output.read_text())["rows"] if output.exists() else []
+    for kind in args.kinds.split(","):
+        rows = [r for r in rows if r["kind"] != kind] + list(gpu.rows(kind, args.rounds))
+        document = {
+            "what": f"medians of {args.rounds} interleaved rounds; rested: 20 ms bursts after 60 ms rests, unrested: 40 "
+            "ms bursts back to back; decode: microseconds a call in a CUDA graph of ten; backward counts 2.5x the "
+            "forward's FLOPs; overhead: best of 15",
+            "provenance": provenance(),
+            "rows": rows,
+        }
+        output.write_text(json.dumps(document, indent=1) + "\n")
     print(f"-> {output}")
     return 0
 

@@ -41,8 +41,8 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def upstream(like: Tensor, seed: int) -> Tensor:
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(like.shape, generator=g, dtype=torch.float64).to(like.dtype).to(like.device)
+    g = torch.Generator(like.device).manual_seed(seed)
+    return torch.randn(like.shape, generator=g, dtype=torch.float64, device=like.device).to(like.dtype)
 
 
 def run(

@@ -54,27 +54,37 @@ def sources_hash() -> str:
     return digest.hexdigest()
 
 
-def run_suite(extra: list[str]) -> dict[str, object]:
+def outcomes(xml: Path) -> dict[str, dict[str, int]]:
+    """Counts by test file."""
+    files: dict[str, dict[str, int]] = {}
+    for case in ET.parse(xml).getroot().iter("testcase") if xml.exists() else ():
+        name = next(part for part in case.get("classname", "").split(".") if part.startswith("test_")) + ".py"
+        count = files.setdefault(name, dict.fromkeys(("tests", "failures", "errors", "skipped"), 0))
+        count["tests"] += 1
+        for kind, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+            count[kind] += case.find(tag) is not None
+    return files
+
+
+def run_suite(names: list[str], extra: list[str]) -> dict[str, object]:
     import torch
 
     from detattn import contract
 
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "junit.xml"
-        files = [f"tests/{name}" for name in SUITE]
+        files = [f"tests/{name}" for name in names]
         command = [sys.executable, "-m", "pytest", *files, "--device", "cuda", f"--junit-xml={xml}", *extra]
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
-        audit = subprocess.run([sys.executable, "-m", "detattn.audit", "--device", "cuda"], cwd=ROOT, check=False)
-        suites = list(ET.parse(xml).getroot().iter("testsuite")) if xml.exists() else []
-    count = {k: sum(int(s.get(k, 0)) for s in suites) for k in ("tests", "failures", "errors", "skipped")}
+        counts = outcomes(xml)
+    audit = subprocess.run([sys.executable, "-m", "detattn.audit", "--device", "cuda"], cwd=ROOT, check=False)
     smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(smi, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "sources": sources_hash(),
         "exit_code": code,
         "audit_exit_code": audit.returncode,
-        **count,
-        "seconds": round(sum(float(s.get("time", 0)) for s in suites)),
+        "files": counts,
         "gpu": torch.cuda.get_device_name(),
         "driver": driver,
         "torch": torch.__version__,
@@ -89,14 +99,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mark-stale", metavar="REASON", help="the sources moved on and no GPU could be had")
     parser.add_argument("--report", type=Path, default=REPORT)
+    parser.add_argument(
+        "--files", default=",".join(SUITE), help="part of the suite; files run before on the same sources stay"
+    )
     args, extra = parser.parse_known_args()
     if args.mark_stale:
         report = json.loads(REPORT.read_text()) if REPORT.exists() else {"sources": None}
         report["stale"] = {"sources": sources_hash(), "reason": args.mark_stale}
         code = 0
     else:
-        report = run_suite(extra)
-        code = int(report["exit_code"])  # type: ignore[call-overload]
+        before = json.loads(REPORT.read_text()) if REPORT.exists() else {}
+        report = run_suite(args.files.split(","), extra)
+        if before.get("sources") == report["sources"]:
+            report["files"] = before["files"] | report["files"]
+        code = int(report["exit_code"])
     args.report.write_text(json.dumps(report, indent=1) + "\n")
     return code
 

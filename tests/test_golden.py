@@ -179,14 +179,14 @@ packed out:afffe500c2be lse:191f178ade82 dq:141a56dd86e7 dk:a60449218f87 dv:18bb
             results("cuda", "cuda", torch.bfloat16, True, 1300),
             """\
 contract 2
-causal 64 out:ecd1f77c3266 lse:b20a04251c7e
-causal 192 out:0f5e5be92bc4 lse:7e7fababd902
-full out:75e7a33480a6 lse:e471cd47288c
-window out:496aaea748b2 lse:94529c38c6e0
-softcap out:06936165c602 lse:7169c7fa5258
-mask out:4208ab2ad3cc lse:c356ec69b559
+causal 64 out:ecd1f77c3266 lse:b20a04251c7e dq:ffcb92e5d2fa dk:fb93bfbacdce dv:1d6e3d16cebc
+causal 192 out:0f5e5be92bc4 lse:7e7fababd902 dq:6fce8256a92a dk:b66227753335 dv:cb0baeeee334
+full out:75e7a33480a6 lse:e471cd47288c dq:479aec51f176 dk:5eb2189127cb dv:11a5ee6e291a
+window out:496aaea748b2 lse:94529c38c6e0 dq:220da27a5006 dk:0663101d61b0 dv:187906aad6ea
+softcap out:06936165c602 lse:7169c7fa5258 dq:57df3e069c5c dk:cc83fa9f17a3 dv:7b96ba8649e0
+mask out:4208ab2ad3cc lse:c356ec69b559 dq:9f9e6cb992f9 dk:9f59017d7a52 dv:64bc0599348b
 sinks out:0bee97b91e24 lse:46f7f6253d8d
-packed out:bec1d3db10b3 lse:4ed9386e0203
+packed out:bec1d3db10b3 lse:4ed9386e0203 dq:8a5322c86993 dk:0ec8b3c6198e dv:aa4926d1019d
 """,
         )
 
@@ -196,14 +196,14 @@ packed out:bec1d3db10b3 lse:4ed9386e0203
             results("cuda", "cuda", torch.float16, True, 1300),
             """\
 contract 2
-causal 64 out:283640066b24 lse:9c7ce0c2cd98
-causal 192 out:2e07d482a1f5 lse:8e58c941c0df
-full out:cf2c507198fc lse:b045d32d432c
-window out:c45416541fb5 lse:01d3116873c6
-softcap out:456d5d3ce4bc lse:658b6836d1bc
-mask out:07df705ae261 lse:e94f67df6cf9
+causal 64 out:283640066b24 lse:9c7ce0c2cd98 dq:29f966097e58 dk:b95df7d0b92f dv:41d7ef397dbe
+causal 192 out:2e07d482a1f5 lse:8e58c941c0df dq:0de1a9efa090 dk:04681a377a2f dv:a7bdfea63746
+full out:cf2c507198fc lse:b045d32d432c dq:9b2b2b0dc9ad dk:601aa489dce7 dv:506377a68697
+window out:c45416541fb5 lse:01d3116873c6 dq:868d8e2a44e5 dk:5738105224e3 dv:44a2d1f6f179
+softcap out:456d5d3ce4bc lse:658b6836d1bc dq:a5e8aa2956e6 dk:a64f7c91a688 dv:a96e0409f968
+mask out:07df705ae261 lse:e94f67df6cf9 dq:bfcd353d8e3a dk:671e3dd23de4 dv:14e260962cad
 sinks out:d7040167860c lse:8eaab4bf3589
-packed out:526e6b877434 lse:7dc2af55f234
+packed out:526e6b877434 lse:7dc2af55f234 dq:3e605dd0de3f dk:129275877e2e dv:e75d81c44337
 """,
         )
 

@@ -48,7 +48,8 @@ def test_gradients_that_vary_from_run_to_run(device: str, sizes: tuple[int, ...]
     """Beside a busy stream, with memory that earlier holders left full of NaN."""
     b, hq, hkv, n, d = sizes if device == "cuda" else (1, 2, 1, 150, 64)
     x = inputs(device, b, hq, hkv, n, n, d, dtype=dtype)
-    first, bits = run(attention, *x, causal=causal), Bits(device)
+    ups = {"dout": upstream(x[0], 1), "dlse": upstream(x[0][..., 0].float(), 2)}
+    first, bits = run(attention, *x, causal=causal, **ups), Bits(device)
     if device == "cuda":
         noise, side = torch.randn(1 << 26, device=device), torch.cuda.Stream()
     for i in range(reruns(device)):
@@ -57,7 +58,7 @@ def test_gradients_that_vary_from_run_to_run(device: str, sizes: tuple[int, ...]
                 for _ in range(10):
                     noise.mul_(1.0001)
         torch.full((1 << 20,), float("nan"), device=device)
-        again = run(attention, *x, causal=causal)
+        again = run(attention, *x, causal=causal, **ups)
         bits.compare(*((first[name], again[name]) for name in first))
     assert bits.count() == 0
     raw(again["dk"]).view(-1)[5] ^= 1
@@ -151,10 +152,11 @@ def test_the_gradient_of_lse_dropped(device: str, with_sinks: bool) -> None:
 def test_a_sink_gradient_that_depends_on_other_things(device: str) -> None:
     x = inputs(device, 3, 4, 2, 200, 200, 64)
     sinks = torch.linspace(-1, 2, 4, device=device)
-    want = run(attention, *x, sinks)
+    ups = {"dout": upstream(x[0], 1), "dlse": upstream(x[0][..., 0].float(), 2)}
+    want = run(attention, *x, sinks, **ups)
     bits = Bits(device)
     for _ in range(50 if device == "cuda" else 3):
-        bits.compare((want["dsinks"], run(attention, *x, sinks)["dsinks"]))
+        bits.compare((want["dsinks"], run(attention, *x, sinks, **ups)["dsinks"]))
     assert bits.count() == 0
 
 

@@ -146,16 +146,14 @@ def test_no_call_waits_for_the_gpu(device: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
-def test_sanitizer(tool: str) -> None:
+def test_sanitizer() -> None:
     program = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if program is None:
         pytest.skip("compute-sanitizer is not installed")
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     cases = str(Path(__file__).parent / "sanitizer_cases.py")
-    # Without the kernels that fill the inputs, every read would be one of memory that nobody wrote.
-    ours = [] if tool == "initcheck" else ["--kernel-name", "kns=detattn"]
-    command = [program, "--tool", tool, "--error-exitcode", "9", *ours, sys.executable, cases]
+    command = [program, "--tool", "memcheck", "--error-exitcode", "9", "--kernel-name", "kns=detattn"]
+    command += [sys.executable, cases]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0 and "all cases ran" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 

@@ -13,7 +13,6 @@ from common import attention, offsets, pack, paged, raw, varlen
 from torch import Tensor
 
 from detattn import contract
-from detattn.harness import Shape, generate
 
 NAN = float("nan")
 
@@ -34,9 +33,12 @@ class Bits:
 
 
 def inputs(device: str, *sizes: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
-    """q, k, v of ``batch, heads_q, heads_kv, queries, keys, head_dim``."""
-    x = generate(Shape(*sizes), dtype, seed=seed, device=device)
-    return x["q"], x["k"], x["v"]
+    """q, k, v of ``batch, heads_q, heads_kv, queries, keys, head_dim``, drawn where they are used."""
+    batch, heads_q, heads_kv, queries, keys, dim = sizes
+    g = torch.Generator(device).manual_seed(seed)
+    shapes = ((heads_q, queries), (heads_kv, keys), (heads_kv, keys))
+    q, k, v = (torch.randn(batch, h, n, dim, generator=g, device=device).to(dtype) for h, n in shapes)
+    return q, k, v
 
 
 def paged_call(parts: list[tuple[Tensor, Tensor, Tensor]], page_size: int, seed: int, **options) -> tuple[Tensor, ...]:
