@@ -158,8 +158,8 @@ def main_gpu(args: argparse.Namespace) -> int:
     for kind in args.kinds.split(","):
         rows = [r for r in rows if r["kind"] != kind] + list(gpu.rows(kind, args.rounds))
         document = {
-            "what": f"medians of {args.rounds} interleaved rounds; rested: 20 ms bursts after 60 ms rests, unrested: 40 "
-            "ms bursts back to back; decode: microseconds a call in a CUDA graph of ten; backward counts 2.5x the "
+            "what": f"medians of {args.rounds} interleaved rounds; rested: 20 ms bursts after 60 ms rests, unrested: "
+            "40 ms bursts back to back; decode: microseconds a call in a CUDA graph of ten; backward counts 2.5x the "
             "forward's FLOPs; overhead: best of 15",
             "provenance": provenance(),
             "rows": rows,

@@ -98,8 +98,10 @@ Workspace lay_out(const BwdParams& p) {
 
 size_t cuda_backward_workspace(const BwdParams& p, int) { return check_backward(p) ? 0 : lay_out(p).bytes; }
 
-int cuda_backward(const BwdParams& p, void* workspace, void* stream_handle, int, int sms) {
+int cuda_backward(const BwdParams& p, void* workspace, void* stream_handle, int device, int sms) {
   if (const int e = check_backward(p)) return e;
+  // A thread that has made no call yet, such as autograd's, has no current context, and tensor maps need one.
+  if (const cudaError_t e = cudaSetDevice(device)) return e;
   const auto stream = static_cast<cudaStream_t>(stream_handle);
   const Extents nq = query_extents(p), nk = key_extents(p);
   const bool queries = nq.elements(1) > 0, keys = nk.elements(1) > 0;

@@ -152,10 +152,12 @@ Workspace lay_out(const FwdParams& p, int sms) {
 
 size_t cuda_forward_workspace(const FwdParams& p, int sms) { return check(p) ? 0 : lay_out(p, sms).bytes; }
 
-int cuda_forward(const FwdParams& p, void* workspace, void* stream_handle, int, int sms) {
+int cuda_forward(const FwdParams& p, void* workspace, void* stream_handle, int device, int sms) {
   if (const int e = check(p)) return e;
   const Extents nq = query_extents(p), nk = key_extents(p);
   if (nq.elements(1) == 0) return 0;
+  // A thread that has made no call yet, such as autograd's, has no current context, and tensor maps need one.
+  if (const cudaError_t e = cudaSetDevice(device)) return e;
   const auto stream = static_cast<cudaStream_t>(stream_handle);
   const Workspace w = lay_out(p, sms);
   char* const scratch = static_cast<char*>(workspace);
@@ -306,6 +308,7 @@ const char* cuda_error_text(int code) {
     case kNoDriverEntry:
       return "the driver has no cuTensorMapEncodeTiled (CUDA 12 or later is needed)";
     default:
+      if (code == kDriverErrors + CUDA_ERROR_INVALID_CONTEXT) return "no CUDA context is current in this thread";
       if (code >= kDriverErrors) return "cuTensorMapEncodeTiled refused a tensor";
       return cudaGetErrorString(static_cast<cudaError_t>(code));
   }
