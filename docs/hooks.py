@@ -185,6 +185,21 @@ def chunk_schedules() -> str:
     return table(("chunks", *heads), lines) + f"\n\n{document['what']}."
 
 
+def _audit(name: str) -> str:
+    document = _results(f"audit_cpu_{name}.json")
+    about = ", ".join(f"{k} {v}" for k, v in document["about"].items())
+    rows = ((f"`{c['id']}`", c["status"], c["evidence"].replace("|", "\\|")) for c in document["checks"])
+    return f"`{document['target']}`: {about}\n\n{table(('check', 'status', 'evidence'), rows)}\n\n**{document['verdict']}**"
+
+
+def audit_sdpa_float32() -> str:
+    return _audit("sdpa_float32")
+
+
+def audit_sdpa_bfloat16() -> str:
+    return _audit("sdpa_bfloat16")
+
+
 def audit_checks() -> str:
     from detattn.audit import checks_markdown
 
@@ -206,6 +221,8 @@ TABLES: dict[str, Callable[[], str]] = {
         gpu_conditions,
         chunk_schedules,
         audit_checks,
+        audit_sdpa_float32,
+        audit_sdpa_bfloat16,
     )
 }
 
