@@ -189,7 +189,8 @@ def _audit(name: str) -> str:
     document = _results(f"audit_cpu_{name}.json")
     about = ", ".join(f"{k} {v}" for k, v in document["about"].items())
     rows = ((f"`{c['id']}`", c["status"], c["evidence"].replace("|", "\\|")) for c in document["checks"])
-    return f"`{document['target']}`: {about}\n\n{table(('check', 'status', 'evidence'), rows)}\n\n**{document['verdict']}**"
+    checks = table(("check", "status", "evidence"), rows)
+    return f"`{document['target']}`: {about}\n\n{checks}\n\n**{document['verdict']}**"
 
 
 def audit_sdpa_float32() -> str:
